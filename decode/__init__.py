@@ -1,0 +1,1 @@
+"""Running a model: the functional KV cache, prefill and decode steps, sampling and the generation loop."""

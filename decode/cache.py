@@ -1,0 +1,181 @@
+"""The KV cache: a functional pytree, split by head and by position, written in place because its buffers are donated.
+
+Position p of a row lives on ``kv_seq`` member ``p % kv_seq`` in slot ``p // kv_seq``, so at any length the members'
+shares differ by at most one position. Nothing here knows how long a row is: lengths are small integers that the
+caller keeps, and bounds are checked by ``check_fits`` on the host, since XLA clamps an out-of-range write silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kernels.cache_attention import Partial, cache_attention
+from model.config import LlamaConfig
+from sharding.collectives import axis_size
+from sharding.layout import Layout
+from sharding.mesh import KV_SEQ
+
+AXES = (None, "batch", "kv_heads", "positions", None)
+"""Logical axes of every cache array [layers, B, K, S, H]."""
+
+PREFILL_CHUNK = 512
+"""Positions of the longest prefill piece; longer prompts run in several, so that scores and activations stay small."""
+
+UNROLLED_ROWS = 8
+"""Up to this many rows a decode write is one in-place update a row; past it one scatter, which compiles to less code."""
+
+
+class CacheOverflowError(ValueError):
+    """More positions than the cache, or the model, has room for."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values, each a list of [layers, B, K, S, H] arrays: one a layer, or a single stack for scanned layers."""
+
+    keys: list[jax.Array]
+    values: list[jax.Array]
+
+    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+        """Store k and v [B, T, K, H] at int32 positions [B, T]: a run of T for each row.
+
+        A row's run is one position, or starts at a multiple of ``kv_seq`` with T a multiple of it, the same for every
+        row (prefill chunks).
+        """
+        array, slot_layer = self._place(layer)
+        keys, values = list(self.keys), list(self.values)
+        keys[array] = _write(keys[array], slot_layer, k, positions)
+        values[array] = _write(values[array], slot_layer, v, positions)
+        return KVCache(keys, values)
+
+    def attend(self, layer: jax.Array | int, q: jax.Array, positions: jax.Array, *, platform: str) -> Partial:
+        """q [B, T, K, G, H] against this device's slots of ``layer``; see ``kernels.cache_attention``."""
+        array, slot_layer = self._place(layer)
+        return cache_attention(
+            q,
+            self.keys[array],
+            self.values[array],
+            layer=slot_layer,
+            positions=positions,
+            stride=axis_size(KV_SEQ),
+            offset=lax.axis_index(KV_SEQ),
+            platform=platform,
+        )
+
+    def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:
+        """Which array holds a layer, and where in it."""
+        if len(self.keys) == 1:
+            return 0, layer
+        assert isinstance(layer, int), "unrolled layers are indexed by Python ints"
+        return layer, 0
+
+
+def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: jax.Array) -> jax.Array:
+    B, T, K, H = new.shape
+    members, me = axis_size(KV_SEQ), lax.axis_index(KV_SEQ)
+    new = _to_storage(new.transpose(0, 2, 1, 3), cache.dtype)[None]  # [1, B, K, T, H]
+    if T > 1:
+        if members > 1:
+            new = lax.dynamic_index_in_dim(new.reshape(1, B, K, T // members, members, H), me, 4, keepdims=False)
+        return lax.dynamic_update_slice(cache, new, (layer, 0, 0, lax.div(positions[0, 0], np.int32(members)), 0))
+    slots, mine = lax.div(positions[:, 0], np.int32(members)), lax.rem(positions[:, 0], np.int32(members)) == me
+    if B > UNROLLED_ROWS:
+        slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
+        return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
+    for row in range(B):
+        at = (layer, row, 0, slots[row], 0)
+        one = new[:, row : row + 1]
+        if members > 1:
+            held = lax.dynamic_slice(cache, at, one.shape)
+            one = jnp.where(mine[row], one, held)
+        cache = lax.dynamic_update_slice(cache, one, at)
+    return cache
+
+
+def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """What the arrays of a cache of ``dtype`` are made of: on CPU, bf16 is kept as its uint16 bits.
+
+    XLA:CPU does bf16 updates and slices in float32, which rewrites the whole cache for each new position.
+    """
+    return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def _to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(dtype)
+
+
+def chunk_size(kv_seq: int) -> int:
+    """The longest prefill piece on this mesh: ``PREFILL_CHUNK`` rounded up to a multiple of ``kv_seq``."""
+    return -(-PREFILL_CHUNK // kv_seq) * kv_seq
+
+
+def bucket(length: int, kv_seq: int) -> int:
+    """The compiled prefill length that a piece of ``length`` tokens runs in: a power of two from 16, or a full chunk."""
+    size = 16
+    while size < length:
+        size *= 2
+    return min(-(-size // kv_seq) * kv_seq, chunk_size(kv_seq))
+
+
+def capacity(max_len: int, kv_seq: int) -> int:
+    """Positions a cache for ``max_len`` holds: room for the last prefill piece's padding past the end."""
+    chunk = chunk_size(kv_seq)
+    return bucket(max_len, kv_seq) if max_len <= chunk else -(-max_len // chunk) * chunk
+
+
+def check_fits(config: LlamaConfig, prompt_lens: list[int], max_len: int) -> None:
+    """Refuse on the host what would not fit.
+
+    Raises:
+        CacheOverflowError: a prompt leaves no room for a new token, or ``max_len`` exceeds the model's own limit.
+    """
+    if max_len > config.max_position_embeddings:
+        raise CacheOverflowError(
+            f"max_len {max_len} is more than the {config.max_position_embeddings} positions this model was made for "
+            f"(max_position_embeddings); use --max-len {config.max_position_embeddings} or less"
+        )
+    for row, length in enumerate(prompt_lens):
+        if length >= max_len:
+            raise CacheOverflowError(
+                f"prompt {row} has {length} tokens, which leaves no room for a new one in max_len {max_len}; "
+                f"shorten it or raise --max-len (this model allows {config.max_position_embeddings})"
+            )
+
+
+def cache_shape(config: LlamaConfig, batch: int, max_len: int, layout: Layout, *, stacked: bool) -> tuple[int, ...]:
+    """Logical shape of each cache array [layers, B, K, S, H]."""
+    layers = config.num_layers if stacked else 1
+    return (layers, batch, config.num_kv_heads, capacity(max_len, layout.kv_seq), config.head_dim)
+
+
+def cache_arrays(config: LlamaConfig, *, stacked: bool) -> int:
+    """How many arrays hold the keys (and as many the values)."""
+    return 1 if stacked else config.num_layers
+
+
+def cache_sharding(config: LlamaConfig, layout: Layout, *, stacked: bool) -> KVCache:
+    """The cache's pytree with a NamedSharding at each leaf."""
+    count = cache_arrays(config, stacked=stacked)
+    return KVCache([layout.sharding(AXES)] * count, [layout.sharding(AXES)] * count)
+
+
+def make_cache(
+    config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
+) -> KVCache:
+    """A cache of zeros, each device making its own slice."""
+    shape = cache_shape(config, batch, max_len, layout, stacked=stacked)
+    count = cache_arrays(config, stacked=stacked)
+
+    def zeros() -> KVCache:
+        storage = storage_dtype(dtype, layout.platform)
+        return KVCache(*[[jnp.zeros(shape, storage) for _ in range(count)] for _ in range(2)])
+
+    return jax.jit(zeros, out_shardings=cache_sharding(config, layout, stacked=stacked))()

@@ -1,0 +1,211 @@
+"""Choosing the next token from logits that stay split over the vocabulary.
+
+No device sees the whole row. Each reduces its own slice, and a few numbers a row cross the mesh: one gather of
+(best, its id, log-sum-exp) for greedy decoding. Filters become thresholds on the logits, found by bisection over the
+ordered bit patterns of float32, so top-k and top-p are exact at any vocabulary size and any number of devices.
+
+Sampling is the Gumbel-max trick (Gumbel, 1954): argmax of logits plus noise. The noise of token v at position p of a row
+is a pure function of (seed, p, v), so the same seed gives the same text at every tensor-parallel degree and in every
+batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+from sharding.collectives import all_gather, all_reduce_max, all_reduce_sum, tensor_index
+from sharding.mesh import TENSOR
+
+
+class SamplingError(ValueError):
+    """A sampling parameter outside its range."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. The defaults are greedy.
+
+    Filters apply in this order, each to what the one before left: repetition penalty, temperature, top-k, top-p,
+    min-p. ``temperature`` 0 means greedy and ignores the filters; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean off.
+
+    Raises:
+        SamplingError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0; 1 is off"),
+            ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
+        )
+        for name, ok, allowed in checks:
+            if not ok:
+                raise SamplingError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+
+    @property
+    def form(self) -> SamplingForm:
+        """Which parts of the sampler this needs."""
+        random = self.temperature > 0
+        return SamplingForm(
+            random=random,
+            top_k=random and self.top_k > 0,
+            top_p=random and self.top_p < 1,
+            min_p=random and self.min_p > 0,
+            penalty=self.repetition_penalty != 1,
+        )
+
+
+class SamplingForm(NamedTuple):
+    """The parts of the sampler that are compiled in; their values stay arguments, so changing one recompiles nothing."""
+
+    random: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    penalty: bool
+
+
+class SamplingValues(NamedTuple):
+    """A sampler's numbers as arrays, the same for every row."""
+
+    temperature: jax.Array | np.ndarray  # float32 []
+    top_k: jax.Array | np.ndarray  # int32 []
+    top_p: jax.Array | np.ndarray  # float32 []
+    min_p: jax.Array | np.ndarray  # float32 []
+    penalty: jax.Array | np.ndarray  # float32 []
+    seed: jax.Array | np.ndarray  # uint32 [2]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingValues:
+        return cls(
+            temperature=np.float32(params.temperature),
+            top_k=np.int32(min(params.top_k, 2**31 - 1)),
+            top_p=np.float32(params.top_p),
+            min_p=np.float32(params.min_p),
+            penalty=np.float32(params.repetition_penalty),
+            seed=np.array([params.seed >> 32, params.seed & 0xFFFFFFFF], np.uint32),
+        )
+
+
+def sample(
+    logits: jax.Array,
+    positions: jax.Array,
+    seen: jax.Array | None,
+    values: SamplingValues,
+    form: SamplingForm,
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every row.
+
+    Args:
+        logits: float32 [B, V / tp], this device's slice, padding at the end of the last.
+        positions: int32 [B], the position the new token will take: part of its noise.
+        seen: bool [B, V / tp], tokens already in the row; needed where ``form.penalty``.
+        vocab_size: V without padding.
+
+    Returns:
+        int32 [B] token ids and float32 [B] log-probabilities under the unfiltered, unpenalised softmax at
+        temperature 1; the same on every device. A row with a NaN logit gives a NaN log-probability.
+    """
+    ids = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+    logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
+    scores = logits
+    if form.penalty:
+        assert seen is not None, "a repetition penalty needs the seen mask"
+        penalised = jnp.where(scores > 0, scores / values.penalty, scores * values.penalty)
+        scores = jnp.where(seen, penalised, scores)
+    if form.random:
+        scores = scores / values.temperature
+        scores = _filter(scores, values, form)
+        scores = scores + _gumbel(values.seed, positions, ids)
+    return _argmax(scores, logits, ids)
+
+
+def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token with the largest score over all devices, the lowest id among equals, and its log-probability."""
+    best = jnp.argmax(scores, axis=-1)  # the first of equals, so the lowest id here
+    chosen = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    top = jnp.max(scores, axis=-1)
+    peak = jnp.max(logits, axis=-1)
+    shift = jnp.where(peak > -jnp.inf, peak, 0.0)  # a slice that is all padding has nothing above -inf
+    total = jnp.sum(jnp.exp(logits - shift[:, None]), axis=-1)
+    # Token ids travel as float32 bit patterns, so that one gather carries everything.
+    token = lax.bitcast_convert_type(ids[best].astype(jnp.int32), jnp.float32)
+    mine = jnp.stack([top, token, chosen, peak, total])[None]  # [1, 5, B]
+    top, token, chosen, peak, total = jnp.moveaxis(all_gather(mine, TENSOR, axis=0), 1, 0)  # each [tp, B]
+    winner = jnp.argmax(top, axis=0)[None]
+    crest = jnp.max(peak, axis=0)
+    log_total = crest + jnp.log(jnp.sum(total * jnp.exp(peak - crest), axis=0))
+    picked = lax.bitcast_convert_type(jnp.take_along_axis(token, winner, axis=0)[0], jnp.int32)
+    return picked, jnp.take_along_axis(chosen, winner, axis=0)[0] - log_total
+
+
+def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm) -> jax.Array:
+    """Scores outside the top-k, then the top-p, then the min-p set become -inf. float32 [B, V / tp]."""
+    if not (form.top_k or form.top_p or form.min_p):
+        return scores
+    top = all_reduce_max(jnp.max(scores, axis=-1))
+    order = _ordered(scores)
+    if form.top_k:
+        # The largest threshold that at least k scores reach; scores equal to the k-th stay in.
+        k = values.top_k.astype(jnp.float32)
+        cut = _largest_threshold(order, jnp.ones_like(scores), k)
+        scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
+    if form.top_p:
+        mass = jnp.exp(scores - top[:, None])
+        total = all_reduce_sum(jnp.sum(mass, axis=-1))
+        cut = _largest_threshold(order, mass, values.top_p * total)
+        scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
+    if form.min_p:
+        scores = jnp.where(scores >= top[:, None] + jnp.log(values.min_p), scores, -jnp.inf)
+    return scores
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 that sorts the same way."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 and 0.0 one number
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """The largest uint32 t with sum(weight[order >= t]) >= target, over all devices, a row; one bit a step."""
+
+    def step(index: jax.Array, cut: jax.Array) -> jax.Array:
+        trial = cut | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        reached = all_reduce_sum(jnp.sum(jnp.where(order >= trial[:, None], weight, 0.0), axis=-1))
+        return jnp.where(reached >= target, trial, cut)
+
+    return lax.fori_loop(0, 32, step, jnp.zeros(order.shape[:1], jnp.uint32))
+
+
+def _gumbel(seed: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
+    """Noise float32 [B, V / tp], a pure function of (seed, position, token id)."""
+
+    def row(position: jax.Array) -> jax.Array:
+        # Threefry is a block cipher over two words: key by (seed, position), then encrypt each token id.
+        count = jnp.stack([position.astype(jnp.uint32), jnp.uint32(0)])
+        key = threefry_2x32(seed, count)
+        words = threefry_2x32(key, jnp.concatenate([ids.astype(jnp.uint32), jnp.zeros(ids.shape, jnp.uint32)]))
+        return words[: ids.shape[0]]
+
+    bits = jax.vmap(row)(positions)
+    # 23 random bits in the middle of their cell: never 0 and never 1, so both logarithms are finite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+    return -jnp.log(-jnp.log(uniform))

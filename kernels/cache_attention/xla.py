@@ -1,0 +1,75 @@
+"""Block after block of the filled cache through an online softmax, in plain XLA operations.
+
+Memory is bounded by one block of scores, and a loop with a dynamic end reads only blocks that hold something.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kernels.cache_attention.partial import MASKED, Partial, from_storage
+
+BLOCK = 256
+"""Slots read a loop iteration. Larger reads more past the end of a short conversation; smaller loops more often."""
+
+
+def cache_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    stride: int,
+    offset: jax.Array | int,
+    platform: str,
+) -> Partial:
+    """See ``kernels.cache_attention.cache_attention``."""
+    B, T, K, G, H = q.shape
+    S = keys.shape[3]
+    block = min(BLOCK, S)
+    # One matrix of G*T rows for each (row, KV head): the queries of a group share every block that is read.
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    row_positions = jnp.broadcast_to(positions[:, None, None, :], (B, 1, G, T)).reshape(B, 1, G * T, 1)
+    last = jnp.max(positions)
+
+    def read(cache: jax.Array, start: jax.Array | int) -> jax.Array:
+        return from_storage(lax.dynamic_slice(cache, (layer, 0, 0, start, 0), (1, B, K, block, H))[0])
+
+    def step(index: jax.Array | int, carry: Partial) -> Partial:
+        # The last block is pulled back inside the cache; slots that an earlier block covered are masked.
+        first = index * block
+        start = jnp.minimum(first, S - block)
+        slots = start + jnp.arange(block)
+        slot_positions = slots * stride + offset
+        seen = (slot_positions <= row_positions) & (slots >= first)
+        scores = _dot(rows, read(keys, start), ((3,), (3,)), platform) * H**-0.5
+        scores = jnp.where(seen, scores, MASKED)
+        top = jnp.maximum(carry.max, jnp.max(scores, axis=-1))
+        weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+        decay = jnp.exp(carry.max - top)
+        v = jnp.where((slot_positions <= last)[:, None], read(values, start), 0)
+        out = carry.out * decay[..., None] + _dot(weight.astype(v.dtype), v, ((3,), (2,)), platform)
+        return Partial(out, top, carry.sum * decay + jnp.sum(weight, axis=-1))
+
+    shape = (B, K, G * T)
+    empty = Partial(
+        jnp.zeros((*shape, H), jnp.float32), jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    )
+    if block == S:
+        done = step(0, empty)
+    else:
+        filled = lax.div(last - offset + stride, np.int32(stride))  # slots of this device that hold a position up to the last
+        done = lax.fori_loop(0, lax.div(filled + block - 1, np.int32(block)), step, empty)
+    return Partial(*(x.reshape(B, K, G, T, *x.shape[3:]).transpose(0, 3, 1, 2, *range(4, x.ndim + 1)) for x in done))
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]], platform: str) -> jax.Array:
+    """a [B, K, M, J] with b [B, K, S, H], contracted over the named axes, float32 out."""
+    if platform == "cpu":
+        # XLA:CPU has no fast bf16 dot, and a block is small enough to widen; elsewhere the matrix units take bf16.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return lax.dot_general(a, b, (contract, ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

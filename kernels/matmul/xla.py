@@ -1,0 +1,27 @@
+"""The product in the form that XLA compiles best on each platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+STREAMED_ROWS = 8
+"""On CPU, up to this many rows a bf16 product is a fused convert-multiply-reduce.
+
+XLA:CPU's bf16 ``dot`` converts the whole weight to float32 in memory first. The fused reduction reads the bf16 weight
+once per call instead; measured on 2 cores at [49152, 576]: 7.6, 3.8, 2.0, 1.2, 0.7 billion weights/s at 1, 2, 4, 8, 16
+rows, against 0.8 to 0.9 through the converted copy at every row count.
+"""
+
+
+def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
+    """x [M, I] times weight [O, I] -> float32 [M, O]."""
+    if platform == "cpu" and weight.dtype != jnp.float32:
+        if x.shape[0] <= STREAMED_ROWS:
+            # The barrier ties the weight to x: on its own its conversion is hoisted out of the decode loop, which
+            # writes a float32 copy of the whole model. It also keeps what made x out of the reduction's inner loop.
+            x, weight = lax.optimization_barrier((x, weight))
+            return jnp.sum(weight.astype(jnp.float32)[None] * x.astype(jnp.float32)[:, None, :], axis=-1)
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,276 @@
+"""The Llama decoder as Flax NNX modules: one forward for prefill and decode, written for one device's shards.
+
+Shape letters: B batch, T new positions, D hidden, N query heads, K KV heads, G = N / K, H head size, F feed-forward,
+V vocabulary, L layers. A module is built abstract: its parameters are shapes with logical axes, and a loader places
+each device's slice. It runs inside ``jax.shard_map`` over the mesh of ``sharding.mesh``, where K, F, V and the rows of
+a head group are this device's share. Two all-reduces a layer: after the attention output and after the down
+projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from kernels.cache_attention import Partial
+from kernels.cache_attention.partial import merge
+from kernels.matmul import matmul
+from model.config import LlamaConfig
+from model.rope import inverse_frequencies, rope_tables, rotate
+from sharding.collectives import all_gather, all_reduce_sum, axis_size, exchange_heads, tensor_index
+from sharding.mesh import KV_SEQ
+
+LayersForm = Literal["unrolled", "scan"]
+
+
+class Cache(Protocol):
+    """What the model needs of a KV cache; ``decode.cache.KVCache`` is one. Functional: ``write`` returns a new one."""
+
+    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> Cache:
+        """Store k and v [B, T, K, H] of ``layer`` at positions [B, T]."""
+        ...
+
+    def attend(self, layer: jax.Array | int, q: jax.Array, positions: jax.Array, *, platform: str) -> Partial:
+        """q [B, T, K, G, H] against what this device holds of ``layer``."""
+        ...
+
+
+C = TypeVar("C", bound=Cache)
+
+
+class Linear(nnx.Module):
+    """A weight stored [out..., in...] for streaming, and a bias or ``None``. Leading ``stack`` layers where scanned."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axes: Sequence[str | None],
+        *,
+        dtype: jnp.dtype,
+        out_dims: int,
+        bias: bool,
+        stack: int | None,
+        platform: str,
+    ):
+        self.platform = platform
+        self.out_dims = out_dims
+        self.weight = _param(shape, axes, dtype, stack)
+        self.bias = _param(shape[:out_dims], axes[:out_dims], dtype, stack) if bias else None
+
+    def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
+        weight = self.weight[...]
+        out = weight.shape[: self.out_dims]
+        flat = weight.reshape(_size(out), _size(weight.shape[self.out_dims :]))
+        return matmul(x, flat, platform=self.platform, out_dtype=out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019), statistics in float32."""
+
+    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype, stack: int | None = None):
+        self.eps = eps
+        self.weight = _param((size,), (None,), dtype, stack)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        # A dot with itself: one small kernel, where XLA splits a reduction over D into three.
+        square = jnp.einsum("...d,...d->...", wide, wide, precision=lax.Precision.HIGHEST)[..., None]
+        wide = wide * lax.rsqrt(square / x.shape[-1] + self.eps)
+        return self.weight[...] * wide.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. q, k and v are one product; each kv_seq member attends to its own cache positions."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, stack: int | None, platform: str):
+        c = config
+        self.head_dim, self.group, self.platform = c.head_dim, c.group_size, platform
+        form = {"dtype": dtype, "bias": c.attention_bias, "stack": stack, "platform": platform}
+        rows = (c.group_size + 2) * c.head_dim
+        self.qkv = Linear(
+            (c.num_kv_heads, rows, c.hidden_size), ("kv_heads", "head_rows", None), out_dims=2, **form
+        )
+        self.out = Linear(
+            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim),
+            (None, "kv_heads", "head_columns"),
+            out_dims=1,
+            **form,
+        )
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C, layer: jax.Array | int
+    ) -> tuple[jax.Array, C]:
+        """x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
+        B, T, _ = x.shape
+        G, H = self.group, self.head_dim
+        fused = self.qkv(x).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
+        if self.qkv.bias is not None:
+            fused = fused + self.qkv.bias[...]
+        fused = all_gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
+        heads = fused.reshape(B, T, -1, G + 2, H)
+        turned = rotate(heads[..., : G + 1, :], *rope)
+        q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
+        cache = cache.write(layer, k, v, positions)
+        mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.platform)).astype(x.dtype)
+        out = all_reduce_sum(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
+        if self.out.bias is not None:
+            out = out + self.out.bias[...]
+        return out.astype(x.dtype), cache
+
+    def _merge_members(self, partial: Partial) -> jax.Array:
+        """Partial results of each kv_seq member -> this device's columns of every head group, [B, T, K, columns].
+
+        One all-to-all: each member gets its own columns from every other, with the maxima and sums to weigh them.
+        """
+        B, T, K, G, H = partial.out.shape
+        members = axis_size(KV_SEQ)
+        if members == 1:
+            return partial.finish().reshape(B, T, K, G * H)
+        columns = -(-G * H // members)
+        pad = ((0, 0), (0, 0), (0, 0), (0, columns * members - G * H))
+        blocks = jnp.pad(partial.out.reshape(B, T, K, G * H), pad).reshape(B, T, K, members, columns)
+        stats = jnp.stack([partial.max, partial.sum], axis=-1).reshape(B, T, K, 1, 2 * G)
+        sent = jnp.concatenate([blocks, jnp.broadcast_to(stats, (B, T, K, members, 2 * G))], axis=-1)
+        got = exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
+        top, total = jnp.moveaxis(got[..., columns:].reshape(members, B, T, K, G, 2), -1, 0)
+        # Which of the group's heads each of our columns belongs to; padding columns repeat the last head and are 0.
+        column = lax.axis_index(KV_SEQ) * columns + jnp.arange(columns)
+        head = jnp.minimum(column // H, G - 1)
+        per_column = Partial(got[..., :columns, None], top[..., head], total[..., head])
+        return merge(per_column).finish()[..., 0]
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), gate and up as one product."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, stack: int | None, platform: str):
+        D, F = config.hidden_size, config.intermediate_size
+        form = {"dtype": dtype, "bias": config.mlp_bias, "stack": stack, "platform": platform}
+        self.gate_up = Linear((2, F, D), (None, "ff", None), out_dims=2, **form)
+        self.down = Linear((D, F), (None, "ff"), out_dims=1, **form)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, D] -> [B, T, D], summed over devices."""
+        both = self.gate_up(x).reshape(*x.shape[:2], *self.gate_up.weight.shape[:2])
+        if self.gate_up.bias is not None:
+            both = both + self.gate_up.bias[...]
+        inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+        out = all_reduce_sum(self.down(inner, out_dtype=jnp.float32))
+        if self.down.bias is not None:
+            out = out + self.down.bias[...]
+        return out.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, platform: str, stack: int | None = None):
+        form = {"dtype": dtype, "stack": stack}
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **form)
+        self.attention = Attention(config, platform=platform, **form)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **form)
+        self.mlp = MLP(config, platform=platform, **form)
+
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C, layer: jax.Array | int
+    ) -> tuple[jax.Array, C]:
+        with jax.named_scope("attention"):
+            mixed, cache = self.attention(self.attention_norm(x), rope, positions, cache, layer)
+        x = x + mixed
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Llama(nnx.Module):
+    """The whole decoder. ``layers="unrolled"`` inlines every layer; ``"scan"`` compiles one and loops over a stack.
+
+    Unrolled is the default: a scan copies each layer's slice of the stack on CPU before using it.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, dtype: jnp.dtype, *, platform: str, layers: LayersForm = "unrolled"
+    ):
+        self.config = config
+        form = {"dtype": dtype, "platform": platform}
+        self.embed = self._vocabulary(config, **form)
+        self.layers: nnx.List | Block
+        if layers == "unrolled":
+            self.layers = nnx.List([Block(config, **form) for _ in range(config.num_layers)])
+        else:
+            self.layers = Block(config, stack=config.num_layers, **form)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.head = None if config.tie_word_embeddings else self._vocabulary(config, **form)
+
+    @staticmethod
+    def _vocabulary(config: LlamaConfig, *, dtype: jnp.dtype, platform: str) -> Linear:
+        """A [V, D] table, split over the vocabulary: the embedding, and the LM head where it is not tied."""
+        shape = (config.vocab_size, config.hidden_size)
+        return Linear(shape, ("vocab", None), dtype=dtype, out_dims=1, bias=False, stack=None, platform=platform)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, cache: C) -> tuple[jax.Array, C]:
+        """Run new tokens through every layer.
+
+        Args:
+            tokens: int32 [B, T] ids, each below the vocabulary size.
+            positions: int32 [B, T], each token's place in its row.
+            cache: holds every earlier position of each row.
+
+        Returns:
+            The hidden states after the final norm [B, T, D], and the cache with these positions written.
+        """
+        with jax.named_scope("embed"):
+            x = self._look_up(tokens)
+        rope = rope_tables(inverse_frequencies(self.config), positions)
+        if isinstance(self.layers, Block):
+            x, cache = self._scan(self.layers, x, rope, positions, cache)
+        else:
+            for index, block in enumerate(self.layers):
+                x, cache = block(x, rope, positions, cache, index)
+        return self.norm(x), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., D] -> this device's slice of the logits, float32 [..., V / tp]. Padding rows give 0."""
+        with jax.named_scope("head"):
+            return (self.embed if self.head is None else self.head)(hidden, out_dtype=jnp.float32)
+
+    def _look_up(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the vocabulary-split table: the device that holds a row sends it, all others send zeros."""
+        table = self.embed.weight[...]
+        if axis_size(("kv_head", "kv_seq")) == 1:
+            return jnp.take(table, tokens, axis=0, mode="clip")
+        local = tokens - tensor_index() * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0, mode="clip")
+        return all_reduce_sum(jnp.where(mine[..., None], rows, 0))
+
+    def _scan(
+        self, stack: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C
+    ) -> tuple[jax.Array, C]:
+        graph, weights = nnx.split(stack)
+
+        def body(carry: tuple[jax.Array, C], one: tuple[nnx.State, jax.Array]) -> tuple[tuple[jax.Array, C], None]:
+            (x, cache), (weights, layer) = carry, one
+            return nnx.merge(graph, weights)(x, rope, positions, cache, layer), None
+
+        (x, cache), _ = lax.scan(body, (x, cache), (weights, jnp.arange(self.config.num_layers)))
+        return x, cache
+
+
+def _param(shape: Sequence[int], axes: Sequence[str | None], dtype: jnp.dtype, stack: int | None) -> nnx.Param:
+    """An abstract parameter: its canonical shape, dtype and logical axes, with the stack of layers in front."""
+    if stack is not None:
+        shape, axes = (stack, *shape), ("layers", *axes)
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), dtype), axes=tuple(axes))
+
+
+def _size(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,189 @@
+"""Pictures of the numbers that the scripts print. Needs matplotlib, which is an extra.
+
+Functions take the JSON-ready dictionaries of the scripts and write a PNG; none touches pyplot, so no
+display and no global state is involved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roofline.errors import RooflineError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#56B4E9",
+    "#D55E00",
+    "#CC79A7",
+    "#000000",
+)
+TERM_COLOURS = {
+    "weights": BLUE,
+    "kv": SKY,
+    "compute": GREEN,
+    "collectives": RED,
+    "layers": ORANGE,
+    "step": PURPLE,
+}
+TERM_LABELS = {
+    "weights": "weights",
+    "kv": "KV cache",
+    "compute": "compute",
+    "collectives": "collectives",
+    "layers": "overhead, layers",
+    "step": "overhead, step",
+}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure in inches. Raises RooflineError saying what to install when matplotlib is absent."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RooflineError(
+            "plots need matplotlib: pip install matplotlib, or this project's extra `plot`"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_memory_wall(report: dict[str, Any], path: Path) -> None:
+    """Write the picture of the report of `scripts.memory_wall` as a PNG."""
+    draw_memory_wall(report).savefig(path, dpi=130, format="png")
+
+
+def draw_memory_wall(report: dict[str, Any]) -> Figure:
+    """Three panels: the roofline, the decay of the ceiling, and the latency by device count."""
+    figure = new_figure(18, 5.4)
+    roofline, decay, latency = figure.subplots(1, 3)
+    _roofline(roofline, report)
+    _decay(decay, report)
+    _latency(latency, report)
+    figure.suptitle(
+        f"{report['name']} on {report['chip']['name']}: weights {report['weight_dtype']}, "
+        f"cache {report['kv_dtype']}, batch {report['batch']}"
+    )
+    return figure
+
+
+def _roofline(axes: Axes, report: dict[str, Any]) -> None:
+    """Attainable rate against intensity, with prefill and decode placed where they run."""
+    compute, bandwidth = report["chip"]["flops_per_s"], report["chip"]["bytes_per_s"]
+    ridge = report["ridge_flops_per_byte"]
+    points = [
+        ("decode, context 0", report["decode"]["intensity"], ORANGE, "o"),
+        (f"prefill, {report['prefill']['prompt_len']:,} tokens", report["prefill"]["intensity"], GREEN, "s"),
+    ]
+    last = report["ceiling"][-1]
+    if last["context"]:
+        points.insert(1, (f"decode, context {last['context']:,}", last["intensity"], RED, "^"))
+    low = min(0.3, *(intensity / 3 for _, intensity, _, _ in points))
+    high = max(10 * ridge, *(intensity * 3 for _, intensity, _, _ in points))
+    axes.loglog(
+        [low, ridge, high],
+        [bandwidth * low / 1e12, compute / 1e12, compute / 1e12],
+        color=BLUE,
+        lw=2,
+        label="min(C, B x I)",
+    )
+    axes.axvline(ridge, color="grey", ls=":", lw=1.2, label=f"ridge C / B = {ridge:.0f} op/byte")
+    for label, intensity, colour, marker in points:
+        rate = min(compute, bandwidth * intensity)
+        text = (
+            f"{label}: {intensity:,.3g} op/byte" if intensity < 1000 else f"{label}: {intensity:,.0f} op/byte"
+        )
+        axes.plot(intensity, rate / 1e12, marker, color=colour, ms=9, mec="black", ls="none", label=text)
+    axes.set(
+        xlabel="arithmetic intensity (operations per byte)",
+        ylabel="attainable rate (TFLOP/s)",
+        title="Roofline of one device",
+        xlim=(low, high),
+    )
+    axes.grid(alpha=0.3, which="both", lw=0.4)
+    axes.legend(loc="lower right", fontsize=8.5)
+
+
+def _decay(axes: Axes, report: dict[str, Any]) -> None:
+    """The decode ceiling as the cache grows."""
+    batch, bandwidth = report["batch"], report["chip"]["bytes_per_s"]
+    weights = report["weight_bytes"] + report["weight_scale_bytes"]
+    rows = report["ceiling"]
+    reach = max(row["context"] for row in rows) or 1_000
+    contexts = [reach * i / 200 for i in range(201)]
+    curve = [batch * bandwidth / (weights + batch * s * report["kv_bytes_per_token"]) for s in contexts]
+    axes.plot(contexts, curve, color=BLUE, lw=2, label="batch x B / (W + batch x s x kv)")
+    axes.axhline(curve[0], color="grey", ls=":", lw=1.2, label=f"batch x B / W = {curve[0]:.1f} tokens/s")
+    axes.plot(
+        [row["context"] for row in rows],
+        [row["tokens_per_s"] for row in rows],
+        "o",
+        color=ORANGE,
+        mec="black",
+    )
+    for row in rows[-1:]:
+        axes.annotate(
+            f"{row['tokens_per_s']:.1f}",
+            (row["context"], row["tokens_per_s"]),
+            xytext=(-6, -14),
+            textcoords="offset points",
+            ha="right",
+        )
+    axes.set(
+        xlabel="context (positions in the cache)",
+        ylabel="ceiling (tokens/s)",
+        title="Decode ceiling of one device by context",
+        ylim=(0, curve[0] * 1.25),
+    )
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+    axes.grid(alpha=0.3, lw=0.4)
+    axes.legend(loc="upper right", fontsize=8.5)
+
+
+def _latency(axes: Axes, report: dict[str, Any]) -> None:
+    """Stacked terms of a decode step for each device count, with the ideal beside them."""
+    rows = report["latency"]
+    stacked_bars(axes, [str(row["tp"]) for row in rows], [row["terms_ms"] for row in rows])
+    for index, row in enumerate(rows):
+        axes.annotate(
+            f"{row['tpot_ms']:.3g} ms",
+            (index, row["tpot_ms"]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+        axes.plot(
+            [index - 0.38, index + 0.38],
+            [row["ideal_ms"]] * 2,
+            color=BLACK,
+            lw=1.8,
+            label=None if index else "ideal",
+        )
+    axes.set(
+        xlabel="devices (tp)",
+        ylabel="time per output token (ms)",
+        title=f"Predicted decode step at context {rows[0]['context']:,}",
+        ylim=(0, max(row["tpot_ms"] for row in rows) * 1.1),
+    )
+    # Outside, because the bars may be of one height and leave no free corner.
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8.5)
+
+
+def stacked_bars(axes: Axes, names: list[str], terms_ms: list[dict[str, float]]) -> None:
+    """One bar for each name, its terms stacked in order; terms that are zero everywhere are left out."""
+    bottoms = [0.0] * len(names)
+    for term, colour in TERM_COLOURS.items():
+        heights = [terms[term] for terms in terms_ms]
+        if not any(heights):
+            continue
+        axes.bar(names, heights, bottom=bottoms, width=0.62, color=colour, label=TERM_LABELS[term])
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    axes.grid(axis="y", alpha=0.3, lw=0.4)
+    axes.set_axisbelow(True)

@@ -1,0 +1,75 @@
+"""The limit a decode step is held against: the read bandwidth this machine reaches, measured on the spot.
+
+A decode step can do no better than read its bytes once, so the yardstick is a program that does only that: a
+matrix-vector product over a buffer too large for the caches, on every device at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+COLUMNS = 2048
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Read bandwidth of one device while all of them read, and of all together, in bytes/s."""
+
+    per_device: float
+    devices: int
+    samples: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.per_device * self.devices
+
+
+def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeats: int = 7) -> Bandwidth:
+    """Best of ``repeats`` timed reads of a float32 buffer split over the mesh.
+
+    The best and not the median: interference only ever makes a read slower, and a limit is what the machine can do.
+
+    Args:
+        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a last-level cache
+            share) and 1 GiB a device elsewhere.
+    """
+    devices = mesh.devices.size
+    if total_bytes is None:
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        total_bytes = 512 << 20 if on_cpu else (1 << 30) * devices
+    rows = max(1, total_bytes // (4 * COLUMNS * devices)) * devices
+    split = PartitionSpec(mesh.axis_names)
+    make = jax.jit(
+        lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split)
+    )
+    buffer = make()
+
+    def read(buffer: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.dot_general(x, buffer, (((1,), (1,)), ((), ())))
+
+    run = jax.jit(
+        jax.shard_map(
+            read, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=PartitionSpec(None, mesh.axis_names), check_vma=False
+        )
+    )
+    x = jnp.ones((1, COLUMNS), jnp.float32)
+    jax.block_until_ready(run(buffer, x))
+    samples = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run(buffer, x))
+        samples.append(buffer.nbytes / devices / (time.perf_counter() - began))
+    buffer.delete()
+    return Bandwidth(max(samples), devices, tuple(samples))
+
+
+def median_bandwidth(bandwidth: Bandwidth) -> float:
+    """Median bytes/s a device over the samples, for telling how noisy the machine is."""
+    return statistics.median(bandwidth.samples)

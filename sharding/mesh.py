@@ -1,0 +1,59 @@
+"""The device mesh: any tensor-parallel degree as one factorisation over KV heads and cache positions.
+
+With ``tp`` devices and ``num_kv_heads`` KV heads, ``kv_head = gcd(tp, num_kv_heads)`` devices split the heads and
+``kv_seq = tp / kv_head`` devices split the positions of each head's cache. Weights are split over both, so weight
+bytes and cache bytes a device fall as 1/tp whether or not tp divides (or exceeds) the KV head count. Splitting the
+cache by position past the KV head count is the layout of Helix parallelism (Bhatia et al., 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+DATA, KV_HEAD, KV_SEQ = "data", "kv_head", "kv_seq"
+MESH_AXES = (DATA, KV_HEAD, KV_SEQ)
+TENSOR = (KV_HEAD, KV_SEQ)
+"""The two mesh axes that together are "tensor parallel"."""
+
+
+class LayoutError(ValueError):
+    """A mesh or layout that cannot be built from what was asked."""
+
+
+def factorise(tp: int, num_kv_heads: int) -> tuple[int, int]:
+    """Split ``tp`` into (kv_head, kv_seq): devices over KV heads, devices over cache positions."""
+    if tp < 1 or num_kv_heads < 1:
+        raise LayoutError(f"tp and the KV head count must be at least 1, got tp={tp}, num_kv_heads={num_kv_heads}")
+    kv_head = math.gcd(tp, num_kv_heads)
+    return kv_head, tp // kv_head
+
+
+def make_mesh(
+    tp: int, num_kv_heads: int, *, data: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of ``data * tp`` devices with axes ``("data", "kv_head", "kv_seq")``.
+
+    Raises:
+        LayoutError: more devices asked for than there are.
+    """
+    if data < 1:
+        raise LayoutError(f"data must be at least 1, got {data}")
+    kv_head, kv_seq = factorise(tp, num_kv_heads)
+    devices = jax.devices() if devices is None else list(devices)
+    need = data * tp
+    if need > len(devices):
+        kind = devices[0].platform
+        hint = (
+            f"; on CPU add --cpu-devices {need} to make {need} fake ones"
+            if kind == "cpu"
+            else f"; the largest tp that fits is {len(devices) // data}"
+        )
+        raise LayoutError(
+            f"tp={tp} (times data={data}) needs {need} devices, but JAX sees {len(devices)} ({kind}){hint}"
+        )
+    return Mesh(np.array(devices[:need]).reshape(data, kv_head, kv_seq), MESH_AXES)
