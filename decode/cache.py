@@ -1,18 +1,21 @@
-"""The KV cache: a functional pytree, split by head and by position, written in place because its buffers are donated.
+"""The KV cache: a functional pytree, split by head and by position, donated and so written in place.
 
-Position p of a row lives on ``kv_seq`` member ``p % kv_seq`` in slot ``p // kv_seq``, so at any length the members'
-shares differ by at most one position. Nothing here knows how long a row is: lengths are small integers that the
-caller keeps, and bounds are checked by ``check_fits`` on the host, since XLA clamps an out-of-range write silently.
+Position p of a row lives on ``kv_seq`` member ``p % kv_seq`` in slot ``p // kv_seq``, so at any length the
+members' shares differ by at most one position. Nothing here knows how long a row is: lengths are small
+integers that the caller keeps, and bounds are checked by ``check_fits`` on the host, since XLA clamps an
+out-of-range write silently.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from kernels.cache_attention import Partial, cache_attention
 from model.config import LlamaConfig
@@ -24,10 +27,10 @@ AXES = (None, "batch", "kv_heads", "positions", None)
 """Logical axes of every cache array [layers, B, K, S, H]."""
 
 PREFILL_CHUNK = 512
-"""Positions of the longest prefill piece; longer prompts run in several, so that scores and activations stay small."""
+"""Positions of the longest prefill piece. Longer prompts run in several, which keeps activations small."""
 
 UNROLLED_ROWS = 8
-"""Up to this many rows a decode write is one in-place update a row; past it one scatter, which compiles to less code."""
+"""Up to this many rows a decode write is one in-place update a row; past it one scatter (less code)."""
 
 
 class CacheOverflowError(ValueError):
@@ -37,7 +40,7 @@ class CacheOverflowError(ValueError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values, each a list of [layers, B, K, S, H] arrays: one a layer, or a single stack for scanned layers."""
+    """Keys and values, each a list of [layers, B, K, S, H] arrays: one a layer, or one stack."""
 
     keys: list[jax.Array]
     values: list[jax.Array]
@@ -45,8 +48,8 @@ class KVCache:
     def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
         """Store k and v [B, T, K, H] at int32 positions [B, T]: a run of T for each row.
 
-        A row's run is one position, or starts at a multiple of ``kv_seq`` with T a multiple of it, the same for every
-        row (prefill chunks).
+        A row's run is one position, or starts at a multiple of ``kv_seq`` with T a multiple of it, the same
+        for every row (prefill pieces).
         """
         array, slot_layer = self._place(layer)
         keys, values = list(self.keys), list(self.values)
@@ -82,9 +85,12 @@ def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: 
     new = _to_storage(new.transpose(0, 2, 1, 3), cache.dtype)[None]  # [1, B, K, T, H]
     if T > 1:
         if members > 1:
-            new = lax.dynamic_index_in_dim(new.reshape(1, B, K, T // members, members, H), me, 4, keepdims=False)
-        return lax.dynamic_update_slice(cache, new, (layer, 0, 0, lax.div(positions[0, 0], np.int32(members)), 0))
-    slots, mine = lax.div(positions[:, 0], np.int32(members)), lax.rem(positions[:, 0], np.int32(members)) == me
+            by_member = new.reshape(1, B, K, T // members, members, H)
+            new = lax.dynamic_index_in_dim(by_member, me, 4, keepdims=False)
+        slot = lax.div(positions[0, 0], np.int32(members))
+        return lax.dynamic_update_slice(cache, new, (layer, 0, 0, slot, 0))
+    slots = lax.div(positions[:, 0], np.int32(members))
+    mine = lax.rem(positions[:, 0], np.int32(members)) == me
     if B > UNROLLED_ROWS:
         slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
         return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
@@ -118,7 +124,10 @@ def chunk_size(kv_seq: int) -> int:
 
 
 def bucket(length: int, kv_seq: int) -> int:
-    """The compiled prefill length that a piece of ``length`` tokens runs in: a power of two from 16, or a full chunk."""
+    """The compiled length that a prefill piece of ``length`` tokens runs in: 16, 32, 64... or a whole chunk.
+
+    It is a multiple of ``kv_seq``, so every member of it writes as many slots.
+    """
     size = 16
     while size < length:
         size *= 2
@@ -135,18 +144,19 @@ def check_fits(config: LlamaConfig, prompt_lens: list[int], max_len: int) -> Non
     """Refuse on the host what would not fit.
 
     Raises:
-        CacheOverflowError: a prompt leaves no room for a new token, or ``max_len`` exceeds the model's own limit.
+        CacheOverflowError: a prompt leaves no room for a new token, or ``max_len`` exceeds the model's limit.
     """
     if max_len > config.max_position_embeddings:
         raise CacheOverflowError(
-            f"max_len {max_len} is more than the {config.max_position_embeddings} positions this model was made for "
-            f"(max_position_embeddings); use --max-len {config.max_position_embeddings} or less"
+            f"max_len {max_len} is more than the {config.max_position_embeddings} positions this model was "
+            f"made for (max_position_embeddings); use --max-len {config.max_position_embeddings} or less"
         )
     for row, length in enumerate(prompt_lens):
         if length >= max_len:
             raise CacheOverflowError(
-                f"prompt {row} has {length} tokens, which leaves no room for a new one in max_len {max_len}; "
-                f"shorten it or raise --max-len (this model allows {config.max_position_embeddings})"
+                f"prompt {row} has {length} tokens, which leaves no room for a new one in max_len "
+                f"{max_len}; shorten it or raise --max-len (this model allows "
+                f"{config.max_position_embeddings})"
             )
 
 
@@ -161,21 +171,18 @@ def cache_arrays(config: LlamaConfig, *, stacked: bool) -> int:
     return 1 if stacked else config.num_layers
 
 
-def cache_sharding(config: LlamaConfig, layout: Layout, *, stacked: bool) -> KVCache:
-    """The cache's pytree with a NamedSharding at each leaf."""
-    count = cache_arrays(config, stacked=stacked)
-    return KVCache([layout.sharding(AXES)] * count, [layout.sharding(AXES)] * count)
-
-
 def make_cache(
     config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
-    """A cache of zeros, each device making its own slice."""
+    """A cache of zeros, each device making its own slice. Compiled at the first call with a shape."""
     shape = cache_shape(config, batch, max_len, layout, stacked=stacked)
-    count = cache_arrays(config, stacked=stacked)
+    storage = storage_dtype(dtype, layout.platform)
+    return _zeros(shape, storage, layout.sharding(AXES), cache_arrays(config, stacked=stacked))
 
-    def zeros() -> KVCache:
-        storage = storage_dtype(dtype, layout.platform)
-        return KVCache(*[[jnp.zeros(shape, storage) for _ in range(count)] for _ in range(2)])
 
-    return jax.jit(zeros, out_shardings=cache_sharding(config, layout, stacked=stacked))()
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding, count: int) -> KVCache:
+    def one() -> jax.Array:
+        return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+    return KVCache([one() for _ in range(count)], [one() for _ in range(count)])

@@ -26,7 +26,7 @@ from decode.cache import (
 from decode.sampling import SamplingForm, SamplingParams, SamplingValues
 from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
-from model.llama import LayersForm, Llama
+from model.llama import LayersForm
 from sharding.layout import Layout
 
 DISPATCH_SECONDS = 0.05
@@ -80,18 +80,17 @@ class Decoder:
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(
-            Llama(config, self.dtype, platform=layout.platform, layers=layers), layout
-        )
+        self.programs = Programs(config, self.dtype, layout, layers)
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def prepare(
-        self, prompt_lens: Sequence[int], max_len: int, sampling: SamplingParams | None = None
-    ) -> None:
+    def prepare(self, prompt_lens: Sequence[int], max_len: int, sampling: SamplingParams | None = None) -> None:
         """Compile what a generation over prompts of these lengths will run, so that none of it is timed as TTFT."""
         form = (sampling or SamplingParams()).form
+        began = time.perf_counter()
+        jax.block_until_ready(self.make_cache(len(prompt_lens), max_len))  # compiles at the first call with a shape
+        self.compile_s += time.perf_counter() - began
         for size in {size for _, size in self._pieces(max(prompt_lens))}:
             self._prefill_program(len(prompt_lens), size, max_len, form)
         self.decode_program(len(prompt_lens), max_len, form)
@@ -157,9 +156,7 @@ class Decoder:
 
     def make_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache for ``batch`` rows of up to ``max_len`` positions."""
-        return make_cache(
-            self.config, batch, max_len, self.layout, self.cache_dtype, stacked=self.programs.stacked
-        )
+        return make_cache(self.config, batch, max_len, self.layout, self.cache_dtype, stacked=self.programs.stacked)
 
     def decode_program(self, batch: int, max_len: int, form: SamplingForm | None = None) -> Any:
         """The compiled decode loop: its ``as_text()`` is the optimised HLO, ``memory_analysis()`` its buffers."""
@@ -295,12 +292,10 @@ class Decoder:
         shape = cache_shape(self.config, batch, max_len, self.layout, stacked=self.programs.stacked)
         leaf = self._abstract(shape, storage_dtype(self.cache_dtype, self.layout.platform), CACHE_AXES)
         leaves = [leaf] * cache_arrays(self.config, stacked=self.programs.stacked)
-        return KVCache(leaves, leaves)  # type: ignore[arg-type]
+        return KVCache(leaves, leaves)
 
-    def _abstract(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes)
-        )
+    def _abstract(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None]) -> Any:
+        return jax.ShapeDtypeStruct(self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes))
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
         return jax.device_put(value, self.layout.sharding(axes))

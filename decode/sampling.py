@@ -1,12 +1,13 @@
 """Choosing the next token from logits that stay split over the vocabulary.
 
-No device sees the whole row. Each reduces its own slice, and a few numbers a row cross the mesh: one gather of
-(best, its id, log-sum-exp) for greedy decoding. Filters become thresholds on the logits, found by bisection over the
-ordered bit patterns of float32, so top-k and top-p are exact at any vocabulary size and any number of devices.
+No device sees the whole row. Each reduces its own slice, and a few numbers a row cross the mesh: one gather
+of (best, its id, log-sum-exp) for greedy decoding. Filters become thresholds on the logits, found by
+bisection over the ordered bit patterns of float32, so top-k and top-p are exact at any vocabulary size and
+any number of devices.
 
-Sampling is the Gumbel-max trick (Gumbel, 1954): argmax of logits plus noise. The noise of token v at position p of a row
-is a pure function of (seed, p, v), so the same seed gives the same text at every tensor-parallel degree and in every
-batch.
+Sampling is the Gumbel-max trick (Gumbel, 1954): argmax of logits plus noise. The noise of token v at position
+p of a row is a pure function of (seed, p, v), so the same seed gives the same text at every tensor-parallel
+degree and in every batch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
+from jax.typing import ArrayLike
 
 from sharding.collectives import all_gather, all_reduce_max, all_reduce_sum, tensor_index
 from sharding.mesh import TENSOR
+
+SMALLEST, LARGEST = 1e-20, 1e20
+"""Temperature and top_p are held between these, so that no score over- or underflows float32. Values closer
+to 0 have the same result (the best token and its equals), as has a hotter temperature (every token alike)."""
 
 
 class SamplingError(ValueError):
@@ -32,8 +38,9 @@ class SamplingError(ValueError):
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy.
 
-    Filters apply in this order, each to what the one before left: repetition penalty, temperature, top-k, top-p,
-    min-p. ``temperature`` 0 means greedy and ignores the filters; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean off.
+    They apply in this order, each to what the one before left: repetition penalty, temperature, top-k, top-p,
+    min-p. ``temperature`` 0 means greedy, which penalises but does not filter; ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 mean off. Tokens whose score equals the last one that a filter keeps are kept too.
 
     Raises:
         SamplingError: a value outside its range.
@@ -49,11 +56,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", _is_integer(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0; 1 is off"),
-            ("seed", 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
+            ("repetition_penalty", 1e-9 <= self.repetition_penalty <= 1e9, "from 1e-9 to 1e9; 1 is off"),
+            ("seed", _is_integer(self.seed) and 0 <= self.seed < 2**64, "a whole number from 0 to 2**64 - 1"),
         )
         for name, ok, allowed in checks:
             if not ok:
@@ -73,7 +80,7 @@ class SamplingParams:
 
 
 class SamplingForm(NamedTuple):
-    """The parts of the sampler that are compiled in; their values stay arguments, so changing one recompiles nothing."""
+    """The parts of the sampler that are compiled in. Values stay arguments: new ones recompile nothing."""
 
     random: bool
     top_k: bool
@@ -85,19 +92,19 @@ class SamplingForm(NamedTuple):
 class SamplingValues(NamedTuple):
     """A sampler's numbers as arrays, the same for every row."""
 
-    temperature: jax.Array | np.ndarray  # float32 []
-    top_k: jax.Array | np.ndarray  # int32 []
-    top_p: jax.Array | np.ndarray  # float32 []
-    min_p: jax.Array | np.ndarray  # float32 []
-    penalty: jax.Array | np.ndarray  # float32 []
-    seed: jax.Array | np.ndarray  # uint32 [2]
+    temperature: ArrayLike  # float32 []
+    top_k: ArrayLike  # int32 []
+    top_p: ArrayLike  # float32 []
+    min_p: ArrayLike  # float32 []
+    penalty: ArrayLike  # float32 []
+    seed: ArrayLike  # uint32 [2]
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingValues:
         return cls(
-            temperature=np.float32(params.temperature),
+            temperature=np.float32(min(max(params.temperature, SMALLEST), LARGEST)),
             top_k=np.int32(min(params.top_k, 2**31 - 1)),
-            top_p=np.float32(params.top_p),
+            top_p=np.float32(max(params.top_p, SMALLEST)),
             min_p=np.float32(params.min_p),
             penalty=np.float32(params.repetition_penalty),
             seed=np.array([params.seed >> 32, params.seed & 0xFFFFFFFF], np.uint32),
@@ -138,6 +145,10 @@ def sample(
     return _argmax(scores, logits, ids)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Token with the largest score over all devices, the lowest id among equals, and its log-probability."""
     best = jnp.argmax(scores, axis=-1)  # the first of equals, so the lowest id here
@@ -146,15 +157,17 @@ def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.A
     peak = jnp.max(logits, axis=-1)
     shift = jnp.where(peak > -jnp.inf, peak, 0.0)  # a slice that is all padding has nothing above -inf
     total = jnp.sum(jnp.exp(logits - shift[:, None]), axis=-1)
-    # Token ids travel as float32 bit patterns, so that one gather carries everything.
-    token = lax.bitcast_convert_type(ids[best].astype(jnp.int32), jnp.float32)
-    mine = jnp.stack([top, token, chosen, peak, total])[None]  # [1, 5, B]
-    top, token, chosen, peak, total = jnp.moveaxis(all_gather(mine, TENSOR, axis=0), 1, 0)  # each [tp, B]
-    winner = jnp.argmax(top, axis=0)[None]
+    # One gather carries everything, as integers: the bits of a small id would be a subnormal float, which
+    # some hardware flushes to zero.
+    floats = lax.bitcast_convert_type(jnp.stack([top, chosen, peak, total]), jnp.int32)
+    mine = jnp.concatenate([floats, ids[best].astype(jnp.int32)[None]])[None]  # [1, 5, B]
+    words = jnp.moveaxis(all_gather(mine, TENSOR, axis=0), 1, 0)  # [5, tp, B]
+    top, chosen, peak, total = lax.bitcast_convert_type(words[:4], jnp.float32)
+    winner = jnp.argmax(top, axis=0)[None]  # the first of equals, so the lowest id
     crest = jnp.max(peak, axis=0)
     log_total = crest + jnp.log(jnp.sum(total * jnp.exp(peak - crest), axis=0))
-    picked = lax.bitcast_convert_type(jnp.take_along_axis(token, winner, axis=0)[0], jnp.int32)
-    return picked, jnp.take_along_axis(chosen, winner, axis=0)[0] - log_total
+    token, logit = (jnp.take_along_axis(x, winner, axis=0)[0] for x in (words[4], chosen))
+    return token, logit - log_total
 
 
 def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm) -> jax.Array:
@@ -165,7 +178,7 @@ def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm) -> ja
     order = _ordered(scores)
     if form.top_k:
         # The largest threshold that at least k scores reach; scores equal to the k-th stay in.
-        k = values.top_k.astype(jnp.float32)
+        k = jnp.asarray(values.top_k, jnp.float32)
         cut = _largest_threshold(order, jnp.ones_like(scores), k)
         scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
     if form.top_p:
@@ -180,12 +193,13 @@ def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm) -> ja
 
 def _ordered(x: jax.Array) -> jax.Array:
     """float32 -> uint32 that sorts the same way."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0.0 and 0.0 one number
+    # -0.0 and 0.0 are one number. (XLA would take x + 0.0 for x.)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """The largest uint32 t with sum(weight[order >= t]) >= target, over all devices, a row; one bit a step."""
+def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike) -> jax.Array:
+    """The largest uint32 t a row with sum(weight[order >= t]) >= target over all devices; one bit a step."""
 
     def step(index: jax.Array, cut: jax.Array) -> jax.Array:
         trial = cut | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
@@ -195,17 +209,24 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -
     return lax.fori_loop(0, 32, step, jnp.zeros(order.shape[:1], jnp.uint32))
 
 
-def _gumbel(seed: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
+def _gumbel(seed: ArrayLike, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """Noise float32 [B, V / tp], a pure function of (seed, position, token id)."""
 
     def row(position: jax.Array) -> jax.Array:
         # Threefry is a block cipher over two words: key by (seed, position), then encrypt each token id.
         count = jnp.stack([position.astype(jnp.uint32), jnp.uint32(0)])
         key = threefry_2x32(seed, count)
-        words = threefry_2x32(key, jnp.concatenate([ids.astype(jnp.uint32), jnp.zeros(ids.shape, jnp.uint32)]))
-        return words[: ids.shape[0]]
+        words = ids.astype(jnp.uint32)
+        return threefry_2x32(key, jnp.concatenate([words, jnp.zeros_like(words)]))[: ids.shape[0]]
 
-    bits = jax.vmap(row)(positions)
-    # 23 random bits in the middle of their cell: never 0 and never 1, so both logarithms are finite.
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
-    return -jnp.log(-jnp.log(uniform))
+    return _gumbel_of(jax.vmap(row)(positions))
+
+
+def _gumbel_of(bits: jax.Array) -> jax.Array:
+    """Random uint32 -> float32 noise with the standard Gumbel distribution, always finite.
+
+    The largest values decide who wins, so they are the finely resolved ones: they come from uniforms near 0,
+    where float32 keeps all 32 bits, up to 22.9 (23 bits would end at 16.6 and never draw a rare token).
+    """
+    uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)  # above 0
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2**-24))))

@@ -20,7 +20,7 @@ from decode.cache import AXES as CACHE_AXES
 from decode.cache import KVCache, cache_arrays
 from decode.sampling import SamplingForm, SamplingValues, sample
 from model.config import LlamaConfig
-from model.llama import Llama
+from model.llama import LayersForm, Llama
 from sharding.collectives import tensor_index
 from sharding.layout import Layout
 
@@ -61,20 +61,20 @@ class Programs:
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
     """
 
-    def __init__(self, model: Llama, layout: Layout):
-        self.config: LlamaConfig = model.config
-        self.layout = layout
-        self.stacked = not isinstance(model.layers, nnx.List)
+    def __init__(self, config: LlamaConfig, dtype: Any, layout: Layout, layers: LayersForm):
+        self.config, self.layout = config, layout
+        self.stacked = layers == "scan"
+        model = Llama(config, dtype, platform=layout.platform, layers=layers)
+        precise = Llama(config, dtype, platform=layout.platform, layers=layers, matmul="xla_pieces")
         self.graph, state = nnx.split(model)
-        leaves, self.treedef = jax.tree.flatten(state)
-        flat = nnx.to_flat_state(state)
-        by_leaf = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        path_of = {id(variable): path for path, variable in flat}
-        self.paths = [path_of[id(variable)] for variable in by_leaf]
-        self.axes: list[tuple[str | None, ...]] = [variable.get_metadata()["axes"] for variable in by_leaf]
-        self.shapes: list[jax.ShapeDtypeStruct] = leaves
+        self.precise_graph, _ = nnx.split(precise)
+        self.shapes, self.treedef = jax.tree.flatten(state)
+        variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        self.axes: list[tuple[str | None, ...]] = [variable.get_metadata()["axes"] for variable in variables]
+        paths = {id(variable): path for path, variable in nnx.to_flat_state(state)}
+        self.paths = [paths[id(variable)] for variable in variables]
 
-    def leaves(self, params: Mapping[tuple[str | int, ...], jax.Array]) -> list[jax.Array]:
+    def leaves(self, params: Mapping[Any, jax.Array]) -> list[jax.Array]:
         """Parameters by path -> the flat list that programs take."""
         return [params[path] for path in self.paths]
 
@@ -124,7 +124,16 @@ class Programs:
         hidden = self.layout.spec(("batch", None))
         return self._jit(
             run,
-            (self._param_specs(), self._cache_spec(), hidden, seen, hidden, PartitionSpec(), batch, PartitionSpec()),
+            (
+                self._param_specs(),
+                self._cache_spec(),
+                hidden,
+                seen,
+                hidden,
+                PartitionSpec(),
+                batch,
+                PartitionSpec(),
+            ),
             (self._cache_spec(), hidden, seen, batch, batch),
             donate=(1, 2, 3),
         )
@@ -180,12 +189,19 @@ class Programs:
             _, cache, rows, emitted = lax.while_loop(more, step, (jnp.int32(0), cache, rows, emitted))
             return cache, rows, emitted
 
-        batch = self.layout.spec(BATCH)
+        batch: Any = self.layout.spec(BATCH)
         rows = Rows(batch, batch, batch, batch, self._seen_spec(form))
-        out = self.layout.spec((None, "batch"))
+        out: Any = self.layout.spec((None, "batch"))
         return self._jit(
             run,
-            (self._param_specs(), self._cache_spec(), rows, PartitionSpec(), PartitionSpec(), PartitionSpec()),
+            (
+                self._param_specs(),
+                self._cache_spec(),
+                rows,
+                PartitionSpec(),
+                PartitionSpec(),
+                PartitionSpec(),
+            ),
             (self._cache_spec(), rows, Emitted(out, out)),
             donate=(1, 2),
         )
@@ -193,13 +209,13 @@ class Programs:
     def all_logits(self) -> Callable[..., Any]:
         """(params, cache, tokens [B, T], start []) -> (cache, logits [B, T, V padded]): every position's logits.
 
-        For evaluation. The result stays split over the vocabulary; the caller decides to gather it.
+        For evaluation, so sums are taken in pieces to round less. The result stays split over the vocabulary; the caller decides to gather it.
         """
 
         def run(
             params: list[jax.Array], cache: KVCache, tokens: jax.Array, start: jax.Array
         ) -> tuple[KVCache, jax.Array]:
-            model = self._model(params)
+            model = self._model(params, precise=True)
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             hidden, cache = model(tokens, positions, cache)
             return cache, model.logits(hidden)
@@ -212,26 +228,24 @@ class Programs:
             donate=(1,),
         )
 
-    def _model(self, params: list[jax.Array]) -> Llama:
-        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, params))
+    def _model(self, params: list[jax.Array], *, precise: bool = False) -> Llama:
+        return nnx.merge(self.precise_graph if precise else self.graph, jax.tree.unflatten(self.treedef, params))
 
     def _param_specs(self) -> list[PartitionSpec]:
         return [self.layout.spec(axes) for axes in self.axes]
 
     def _cache_spec(self) -> KVCache:
-        specs = [self.layout.spec(CACHE_AXES)] * cache_arrays(self.config, stacked=self.stacked)
-        return KVCache(specs, specs)  # type: ignore[arg-type]
+        specs: Any = [self.layout.spec(CACHE_AXES)] * cache_arrays(self.config, stacked=self.stacked)
+        return KVCache(specs, specs)
 
-    def _seen_spec(self, form: SamplingForm) -> PartitionSpec | None:
+    def _seen_spec(self, form: SamplingForm) -> Any:
         return self.layout.spec(SEEN) if form.penalty else None
 
     def _jit(
         self, run: Callable[..., Any], in_specs: Any, out_specs: Any, *, donate: tuple[int, ...]
     ) -> Callable[..., Any]:
         # Outputs that are the same on every device (tokens) leave the map unsplit; that they agree is by construction.
-        mapped = jax.shard_map(
-            run, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        mapped = jax.shard_map(run, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)
 
 

@@ -9,8 +9,14 @@ class KernelError(ValueError):
     """An implementation that does not exist, or does not support what was asked."""
 
 
-def select(operation: str, implementation: str | None, platform: str, defaults: Mapping[str, str], known: tuple[str, ...]) -> str:
-    """The implementation to run. ``defaults`` maps a platform to its choice; a platform not listed gets ``"xla"``."""
+def select(
+    operation: str,
+    implementation: str | None,
+    platform: str,
+    defaults: Mapping[str, str],
+    known: tuple[str, ...],
+) -> str:
+    """The implementation to run. ``defaults`` maps platforms to their choice; any other gets ``"xla"``."""
     chosen = implementation or defaults.get(platform, "xla")
     if chosen not in known:
         raise KernelError(f"{operation} has no implementation {chosen!r}; it has {', '.join(known)}")

@@ -71,9 +71,7 @@ class LlamaConfig:
                 "each KV head must serve the same number of query heads"
             )
         if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even"
-            )
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
         self._check_token_ids()
 
     def _check_token_ids(self) -> None:
@@ -117,9 +115,7 @@ class LlamaConfig:
         )
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> "LlamaConfig":
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "LlamaConfig":
         """Read a parsed Hugging Face `config.json` and, for its end-of-text ids, `generation_config.json`.
 
         Raises ConfigError for anything missing, contradictory or not a plain Llama; see `model.config_hf`.

@@ -42,9 +42,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_FIELDS:
-            raise ConfigError(
-                f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}"
-            )
+            raise ConfigError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_FIELDS)}")
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             check_number(f"rope scaling {name}", getattr(self, name))
         if self.factor < 1:
@@ -55,9 +53,7 @@ class RopeScaling:
                 "use rope type 'linear' or 'llama3', or drop the factor"
             )
         if self.kind == "llama3":
-            check_integer(
-                "rope scaling original_max_position_embeddings", self.original_max_position_embeddings
-            )
+            check_integer("rope scaling original_max_position_embeddings", self.original_max_position_embeddings)
             if self.low_freq_factor >= self.high_freq_factor:
                 raise ConfigError(
                     f"rope scaling low_freq_factor {self.low_freq_factor} must be below high_freq_factor "
@@ -83,12 +79,7 @@ def check_integer(key: str, value: Any, minimum: int = 1) -> int:
 
 def check_number(key: str, value: Any) -> float:
     """`value` as float if it is a finite number above zero, else ConfigError."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{key} is {value!r}; it must be a finite number above 0")
     return float(value)
 

@@ -60,9 +60,7 @@ def read_gguf(
         raise ConfigError(f"general.architecture is {architecture!r}; supported: {ARCHITECTURE!r}")
     for key, neutral in _NEUTRAL_VALUES.items():
         if key in metadata and metadata[key] not in neutral:
-            raise ConfigError(
-                f"{key} is {metadata[key]!r}, which is not supported; a plain Llama does not set it"
-            )
+            raise ConfigError(f"{key} is {metadata[key]!r}, which is not supported; a plain Llama does not set it")
     hidden_size = _read_integer(metadata, "llama.embedding_length")
     num_heads = _read_integer(metadata, "llama.attention.head_count")
     head_dim = _read_head_dim(metadata, hidden_size, num_heads)
@@ -82,9 +80,7 @@ def read_gguf(
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "attention_bias": _has_biases(tensor_names, _ATTENTION_BIASES),
         "mlp_bias": _has_biases(tensor_names, _MLP_BIASES),
-        "bos_token_id": read_token_id(
-            "tokenizer.ggml.bos_token_id", metadata.get("tokenizer.ggml.bos_token_id")
-        ),
+        "bos_token_id": read_token_id("tokenizer.ggml.bos_token_id", metadata.get("tokenizer.ggml.bos_token_id")),
         "eos_token_ids": merge_token_ids(*((key, metadata.get(key)) for key in EOS_KEYS)),
         "pad_token_id": read_token_id(
             "tokenizer.ggml.padding_token_id", metadata.get("tokenizer.ggml.padding_token_id")
@@ -195,17 +191,14 @@ def _read_scaling(
     head_dim: int,
 ) -> RopeScaling:
     if rope_freqs is None and ROPE_FREQS in tensor_names:
-        raise ConfigError(
-            f"the file has a tensor {ROPE_FREQS}, which scales rope; pass its values as rope_freqs"
-        )
+        raise ConfigError(f"the file has a tensor {ROPE_FREQS}, which scales rope; pass its values as rope_freqs")
     scaling = _read_linear(metadata)
     if rope_freqs is None:
         return scaling
     recovered = _recover_llama3(rope_freqs, theta, head_dim)
     if scaling.kind != "default" and recovered.kind != "default":
         raise ConfigError(
-            f"rope is scaled twice: by the tensor {ROPE_FREQS} and by llama.rope.scaling, "
-            f"linearly by {scaling.factor}"
+            f"rope is scaled twice: by the tensor {ROPE_FREQS} and by llama.rope.scaling, linearly by {scaling.factor}"
         )
     return recovered if scaling.kind == "default" else scaling
 
@@ -221,9 +214,7 @@ def _read_linear(metadata: Mapping[str, Any]) -> RopeScaling:
     keys = ("llama.rope.scaling.factor", "llama.rope.scale_linear")  # the second is the older name
     factors = {key: metadata[key] for key in keys if metadata.get(key) not in (None, 0)}
     if len(set(factors.values())) > 1:
-        raise ConfigError(
-            f"keys disagree: {'; '.join(f'{key} is {value}' for key, value in factors.items())}"
-        )
+        raise ConfigError(f"keys disagree: {'; '.join(f'{key} is {value}' for key, value in factors.items())}")
     if not factors:
         if kind == "linear":
             raise ConfigError(f"llama.rope.scaling.type is 'linear' but {keys[0]} is not stated; add it")
@@ -242,13 +233,9 @@ def _recover_llama3(rope_freqs: Sequence[float], theta: float, head_dim: int) ->
 
     Several may when there are few frequencies; they then turn every position alike.
     """
-    divisors = [
-        check_number(f"{ROPE_FREQS}[{index}]", float(value)) for index, value in enumerate(rope_freqs)
-    ]
+    divisors = [check_number(f"{ROPE_FREQS}[{index}]", float(value)) for index, value in enumerate(rope_freqs)]
     if len(divisors) != head_dim // 2:
-        raise ConfigError(
-            f"{ROPE_FREQS} has {len(divisors)} values; head size {head_dim} needs {head_dim // 2}"
-        )
+        raise ConfigError(f"{ROPE_FREQS} has {len(divisors)} values; head size {head_dim} needs {head_dim // 2}")
     if min(divisors) == max(divisors) == 1:
         return RopeScaling()
     for factor, original in (*_LLAMA3_KNOWN, *_fit_llama3(divisors, theta, head_dim)):

@@ -88,9 +88,7 @@ def _get(mapping: Mapping[str, Any], key: str, default: Any) -> Any:
 def _check_is_plain_llama(config: Mapping[str, Any]) -> None:
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if model_type is None and not architectures:
-        raise ConfigError(
-            f"{WHERE} states neither model_type nor architectures; expected model_type {MODEL_TYPE!r}"
-        )
+        raise ConfigError(f"{WHERE} states neither model_type nor architectures; expected model_type {MODEL_TYPE!r}")
     if model_type not in (None, MODEL_TYPE):
         raise ConfigError(f"model_type is {model_type!r}; supported: {MODEL_TYPE!r}")
     if architectures and list(architectures) != [ARCHITECTURE]:
@@ -105,9 +103,7 @@ def _check_is_plain_llama(config: Mapping[str, Any]) -> None:
             )
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
-        raise ConfigError(
-            f"layer_types names {', '.join(sorted(map(repr, kinds)))}; supported: 'full_attention'"
-        )
+        raise ConfigError(f"layer_types names {', '.join(sorted(map(repr, kinds)))}; supported: 'full_attention'")
     custom = [value for key, value in (config.get("auto_map") or {}).items() if key.startswith("AutoModel")]
     if custom:
         raise ConfigError(

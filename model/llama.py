@@ -9,8 +9,10 @@ projection.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +25,28 @@ from kernels.matmul import matmul
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables, rotate
 from sharding.collectives import all_gather, all_reduce_sum, axis_size, exchange_heads, tensor_index
-from sharding.mesh import KV_SEQ
+from sharding.mesh import KV_SEQ, TENSOR
 
 LayersForm = Literal["unrolled", "scan"]
+
+
+@dataclass(frozen=True)
+class Build:
+    """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
+    stacked in front of each parameter (None: one module a layer), and a matmul kernel chosen by hand (None: the
+    platform's own).
+    """
+
+    dtype: Any
+    platform: str
+    stack: int | None = None
+    matmul: str | None = None
 
 
 class Cache(Protocol):
     """What the model needs of a KV cache; ``decode.cache.KVCache`` is one. Functional: ``write`` returns a new one."""
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> Cache:
+    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> Self:
         """Store k and v [B, T, K, H] of ``layer`` at positions [B, T]."""
         ...
 
@@ -47,35 +62,25 @@ class Linear(nnx.Module):
     """A weight stored [out..., in...] for streaming, and a bias or ``None``. Leading ``stack`` layers where scanned."""
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        axes: Sequence[str | None],
-        *,
-        dtype: jnp.dtype,
-        out_dims: int,
-        bias: bool,
-        stack: int | None,
-        platform: str,
+        self, shape: Sequence[int], axes: Sequence[str | None], build: Build, *, out_dims: int = 1, bias: bool = False
     ):
-        self.platform = platform
-        self.out_dims = out_dims
-        self.weight = _param(shape, axes, dtype, stack)
-        self.bias = _param(shape[:out_dims], axes[:out_dims], dtype, stack) if bias else None
+        self.build, self.out_dims = build, out_dims
+        self.weight = _param(shape, axes, build)
+        self.bias = _param(shape[:out_dims], axes[:out_dims], build) if bias else None
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
         weight = self.weight[...]
-        out = weight.shape[: self.out_dims]
-        flat = weight.reshape(_size(out), _size(weight.shape[self.out_dims :]))
-        return matmul(x, flat, platform=self.platform, out_dtype=out_dtype)
+        flat = weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
+        return matmul(x, flat, platform=self.build.platform, out_dtype=out_dtype, implementation=self.build.matmul)
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019), statistics in float32."""
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype, stack: int | None = None):
+    def __init__(self, size: int, eps: float, build: Build):
         self.eps = eps
-        self.weight = _param((size,), (None,), dtype, stack)
+        self.weight = _param((size,), (None,), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -88,23 +93,19 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention. q, k and v are one product; each kv_seq member attends to its own cache positions."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, stack: int | None, platform: str):
-        c = config
-        self.head_dim, self.group, self.platform = c.head_dim, c.group_size, platform
-        form = {"dtype": dtype, "bias": c.attention_bias, "stack": stack, "platform": platform}
-        rows = (c.group_size + 2) * c.head_dim
-        self.qkv = Linear(
-            (c.num_kv_heads, rows, c.hidden_size), ("kv_heads", "head_rows", None), out_dims=2, **form
-        )
-        self.out = Linear(
-            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim),
-            (None, "kv_heads", "head_columns"),
-            out_dims=1,
-            **form,
-        )
+    def __init__(self, config: LlamaConfig, build: Build):
+        D, K, G, H = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
+        self.build, self.group, self.head_dim, bias = build, G, H, config.attention_bias
+        self.qkv = Linear((K, (G + 2) * H, D), ("kv_heads", "head_rows", None), build, out_dims=2, bias=bias)
+        self.out = Linear((D, K, G * H), (None, "kv_heads", "head_columns"), build, bias=bias)
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C, layer: jax.Array | int
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cache: C,
+        layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
         """x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
         B, T, _ = x.shape
@@ -117,7 +118,7 @@ class Attention(nnx.Module):
         turned = rotate(heads[..., : G + 1, :], *rope)
         q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
         cache = cache.write(layer, k, v, positions)
-        mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.platform)).astype(x.dtype)
+        mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.build.platform)).astype(x.dtype)
         out = all_reduce_sum(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
         if self.out.bias is not None:
             out = out + self.out.bias[...]
@@ -149,11 +150,10 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, stack: int | None, platform: str):
-        D, F = config.hidden_size, config.intermediate_size
-        form = {"dtype": dtype, "bias": config.mlp_bias, "stack": stack, "platform": platform}
-        self.gate_up = Linear((2, F, D), (None, "ff", None), out_dims=2, **form)
-        self.down = Linear((D, F), (None, "ff"), out_dims=1, **form)
+    def __init__(self, config: LlamaConfig, build: Build):
+        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
+        self.down = Linear((D, F), (None, "ff"), build, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, D] -> [B, T, D], summed over devices."""
@@ -170,15 +170,19 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One decoder layer: attention and MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, platform: str, stack: int | None = None):
-        form = {"dtype": dtype, "stack": stack}
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **form)
-        self.attention = Attention(config, platform=platform, **form)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **form)
-        self.mlp = MLP(config, platform=platform, **form)
+    def __init__(self, config: LlamaConfig, build: Build):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.attention = Attention(config, build)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = MLP(config, build)
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C, layer: jax.Array | int
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cache: C,
+        layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
         with jax.named_scope("attention"):
             mixed, cache = self.attention(self.attention_norm(x), rope, positions, cache, layer)
@@ -194,24 +198,25 @@ class Llama(nnx.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, dtype: jnp.dtype, *, platform: str, layers: LayersForm = "unrolled"
+        self,
+        config: LlamaConfig,
+        dtype: Any,
+        *,
+        platform: str,
+        layers: LayersForm = "unrolled",
+        matmul: str | None = None,
     ):
         self.config = config
-        form = {"dtype": dtype, "platform": platform}
-        self.embed = self._vocabulary(config, **form)
+        build = Build(dtype, platform, matmul=matmul)
+        vocabulary = ((config.vocab_size, config.hidden_size), ("vocab", None), build)
+        self.embed = Linear(*vocabulary)
         self.layers: nnx.List | Block
         if layers == "unrolled":
-            self.layers = nnx.List([Block(config, **form) for _ in range(config.num_layers)])
+            self.layers = nnx.List([Block(config, build) for _ in range(config.num_layers)])
         else:
-            self.layers = Block(config, stack=config.num_layers, **form)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.head = None if config.tie_word_embeddings else self._vocabulary(config, **form)
-
-    @staticmethod
-    def _vocabulary(config: LlamaConfig, *, dtype: jnp.dtype, platform: str) -> Linear:
-        """A [V, D] table, split over the vocabulary: the embedding, and the LM head where it is not tied."""
-        shape = (config.vocab_size, config.hidden_size)
-        return Linear(shape, ("vocab", None), dtype=dtype, out_dims=1, bias=False, stack=None, platform=platform)
+            self.layers = Block(config, replace(build, stack=config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.head = None if config.tie_word_embeddings else Linear(*vocabulary)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: C) -> tuple[jax.Array, C]:
         """Run new tokens through every layer.
@@ -242,7 +247,7 @@ class Llama(nnx.Module):
     def _look_up(self, tokens: jax.Array) -> jax.Array:
         """Rows of the vocabulary-split table: the device that holds a row sends it, all others send zeros."""
         table = self.embed.weight[...]
-        if axis_size(("kv_head", "kv_seq")) == 1:
+        if axis_size(TENSOR) == 1:
             return jnp.take(table, tokens, axis=0, mode="clip")
         local = tokens - tensor_index() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
@@ -262,15 +267,8 @@ class Llama(nnx.Module):
         return x, cache
 
 
-def _param(shape: Sequence[int], axes: Sequence[str | None], dtype: jnp.dtype, stack: int | None) -> nnx.Param:
+def _param(shape: Sequence[int], axes: Sequence[str | None], build: Build) -> nnx.Param:
     """An abstract parameter: its canonical shape, dtype and logical axes, with the stack of layers in front."""
-    if stack is not None:
-        shape, axes = (stack, *shape), ("layers", *axes)
-    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), dtype), axes=tuple(axes))
-
-
-def _size(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    if build.stack is not None:
+        shape, axes = (build.stack, *shape), ("layers", *axes)
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), build.dtype), axes=tuple(axes))

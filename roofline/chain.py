@@ -66,8 +66,7 @@ def memory_wall(
     for row in decay(chip, moved, kv_token, contexts, batch=case.batch):
         work = model_decode(count, config, row.context, weights, case.kv_dtype, case.batch)
         ceiling.append(
-            asdict(row)
-            | {"share_of_start": row.tokens_per_s / start.tokens_per_s, "intensity": work.intensity}
+            asdict(row) | {"share_of_start": row.tokens_per_s / start.tokens_per_s, "intensity": work.intensity}
         )
     verdict = scaling(cases[tps[0]], chip, tps, efficiency, collectives)
     latency = []
@@ -83,8 +82,7 @@ def memory_wall(
                 "ideal_ms": ideal_tpot_s(here, chip) * 1e3,
                 "gain": step.gain,
                 "by_context": [
-                    _at_context(here.at(context=context), chip, efficiency, collectives)
-                    for context in contexts
+                    _at_context(here.at(context=context), chip, efficiency, collectives) for context in contexts
                 ],
                 "ttft_ms": (first := ttft(here, chip, prompt_len, efficiency, collectives)).total * 1e3,
                 "ttft_terms_ms": first.as_ms(),
@@ -100,8 +98,7 @@ def memory_wall(
         "bytes_per_weight": weights.bytes_per_number,
         "weight_bytes": payload,
         "weight_scale_bytes": scales,
-        "streamed_bytes": case.weight_scale
-        * sum(streamed_bytes_per_device(config, weights, keep=case.keep).values()),
+        "streamed_bytes": case.weight_scale * sum(streamed_bytes_per_device(config, weights, keep=case.keep).values()),
         "chip": {
             "name": chip.name,
             "flops_per_s": chip.flops(compute),
@@ -152,9 +149,7 @@ def _work(work: Any) -> dict[str, float]:
     }
 
 
-def _at_context(
-    case: Case, chip: Chip, efficiency: Efficiency, collectives: CollectiveModel | None
-) -> dict[str, Any]:
+def _at_context(case: Case, chip: Chip, efficiency: Efficiency, collectives: CollectiveModel | None) -> dict[str, Any]:
     terms = tpot(case, chip, efficiency, collectives)
     return {"context": case.context, "tpot_ms": terms.total * 1e3, "terms_ms": terms.as_ms()}
 

@@ -47,10 +47,7 @@ def load_chip(path: str | Path) -> Chip:
     rates = _table(path, data, "flops_per_s")
     if "bf16" not in rates:
         raise RooflineError(f"{path}: flops_per_s.bf16 is missing")
-    numbers = {
-        key: _number(path, "interconnect.", link, key, zero=key != "link_bytes_per_s")
-        for key in _LINK_NUMBERS
-    }
+    numbers = {key: _number(path, "interconnect.", link, key, zero=key != "link_bytes_per_s") for key in _LINK_NUMBERS}
     counts = {key: _count(path, "interconnect.", link, key) for key in _LINK_COUNTS if key in link}
     topology = _required(path, "interconnect.", link, "topology")
     try:
@@ -114,15 +111,9 @@ def _table(path: Path, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _number(path: Path, prefix: str, table: Mapping[str, Any], key: str, zero: bool = False) -> float:
     value = _required(path, prefix, table, key)
-    good = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (value > 0 or (zero and value == 0))
-    )
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
     if not good:
-        raise RooflineError(
-            f"{path}: {prefix}{key} is {value!r}: it must be a {'' if zero else 'positive '}number"
-        )
+        raise RooflineError(f"{path}: {prefix}{key} is {value!r}: it must be a {'' if zero else 'positive '}number")
     return float(value)
 
 

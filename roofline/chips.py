@@ -123,9 +123,7 @@ CHIPS: Mapping[str, Chip] = {
     ),
     # Google Cloud TPU system architecture pages; int8 rates and link bandwidths from the TPU chapter of
     # "How to Scale Your Model". v4 has no faster int8.
-    "tpu-v4": Chip(
-        "TPU v4", {"bf16": 275e12, "int8": 275e12}, 1.2e12, 32e9, _ici("ICI v4", 4.5e10, 3, 16**3), _TPU
-    ),
+    "tpu-v4": Chip("TPU v4", {"bf16": 275e12, "int8": 275e12}, 1.2e12, 32e9, _ici("ICI v4", 4.5e10, 3, 16**3), _TPU),
     "tpu-v5e": Chip(
         "TPU v5e", {"bf16": 197e12, "int8": 394e12}, 0.81e12, 16e9, _ici("ICI v5e", 4.5e10, 2, 16**2), _TPU
     ),
@@ -137,9 +135,7 @@ CHIPS: Mapping[str, Chip] = {
         _ici("ICI v5p", 9e10, 3, 16 * 20 * 28),
         _TPU,
     ),
-    "tpu-v6e": Chip(
-        "TPU v6e", {"bf16": 920e12, "int8": 1840e12}, 1.6e12, 32e9, _ici("ICI v6e", 9e10, 2, 16**2), _TPU
-    ),
+    "tpu-v6e": Chip("TPU v6e", {"bf16": 920e12, "int8": 1840e12}, 1.6e12, 32e9, _ici("ICI v6e", 9e10, 2, 16**2), _TPU),
 }
 
 

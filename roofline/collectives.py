@@ -204,9 +204,7 @@ class AlphaBeta:
         """
         points = [(float(v), float(t)) for v, t in samples]
         if len({v for v, _ in points}) < 2 or any(t <= 0 for _, t in points):
-            raise RooflineError(
-                f"{op} over {devices} devices: need positive times at two message sizes or more"
-            )
+            raise RooflineError(f"{op} over {devices} devices: need positive times at two message sizes or more")
         w = [1 / t**2 for _, t in points]
         sw, swv = sum(w), sum(k * v for k, (v, _) in zip(w, points, strict=True))
         swvv = sum(k * v * v for k, (v, _) in zip(w, points, strict=True))
@@ -276,9 +274,7 @@ class Measured:
             except (TypeError, ValueError) as error:
                 raise RooflineError(f"collective row {index} is not numeric: {dict(row)}") from error
             if op not in OPS or devices < 1 or alpha < 0 or width <= 0:
-                raise RooflineError(
-                    f"collective row {index} is out of range: {dict(row)}; ops are {', '.join(OPS)}"
-                )
+                raise RooflineError(f"collective row {index} is out of range: {dict(row)}; ops are {', '.join(OPS)}")
             lines.append(AlphaBeta(op, devices, alpha, width))
         return cls(tuple(lines))
 

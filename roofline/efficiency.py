@@ -28,9 +28,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         for key in ("bandwidth", "compute"):
             if not 0 < getattr(self, key) <= 1:
-                raise RooflineError(
-                    f"efficiency {key} is {getattr(self, key)}: it must be above 0 and at most 1"
-                )
+                raise RooflineError(f"efficiency {key} is {getattr(self, key)}: it must be above 0 and at most 1")
         for key in ("layer_overhead_s", "step_overhead_s", "collective_scale"):
             if getattr(self, key) < 0:
                 raise RooflineError(f"efficiency {key} is {getattr(self, key)}: it must not be negative")

@@ -107,9 +107,7 @@ def fit(
     single = [row for row in rows if row.case.tp == 1]
     several = [row for row in rows if row.case.tp > 1]
     if not single:
-        raise RooflineError(
-            "fit needs at least one measurement with tp = 1: bandwidth and overhead come from those"
-        )
+        raise RooflineError("fit needs at least one measurement with tp = 1: bandwidth and overhead come from those")
     prior = chip.efficiency if prior is None else prior
     notes = []
     by_dtype = {}
@@ -117,9 +115,7 @@ def fit(
         same = [row for row in single if row.case.weight_format.name == name]
         by_dtype[name] = _fit_single(same, chip, prior)
         if len({row.case.config for row in same}) == 1:
-            notes.append(
-                f"{name}: one model at tp = 1, so the prior splits its time between bandwidth and overhead"
-            )
+            notes.append(f"{name}: one model at tp = 1, so the prior splits its time between bandwidth and overhead")
     default = by_dtype.get("bf16", next(iter(by_dtype.values())))
     if collectives is None and several:
         scale = _fit_collectives(several, chip, Fit(chip, by_dtype, default))
@@ -206,9 +202,7 @@ def _least_squares(
         for index, i in enumerate(free):
             matrix[index][index] += 1 / spread[i] ** 2
             fixed = [b - sum(a[j] * held[j] for j in held) for a, b in equations]
-            right.append(
-                sum(a[i] * b for (a, _), b in zip(equations, fixed, strict=True)) + start[i] / spread[i] ** 2
-            )
+            right.append(sum(a[i] * b for (a, _), b in zip(equations, fixed, strict=True)) + start[i] / spread[i] ** 2)
         solved = dict(zip(free, _solve(matrix, right), strict=True))
         crossed = [i for i in free if solved[i] < low[i]]
         if not crossed:
@@ -221,9 +215,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve a small symmetric positive definite system by Gaussian elimination, scaled to a unit diagonal."""
     size = len(right)
     scale = [matrix[i][i] ** -0.5 for i in range(size)]
-    rows = [
-        [matrix[i][j] * scale[i] * scale[j] for j in range(size)] + [right[i] * scale[i]] for i in range(size)
-    ]
+    rows = [[matrix[i][j] * scale[i] * scale[j] for j in range(size)] + [right[i] * scale[i]] for i in range(size)]
     for pivot in range(size):
         for lower in range(pivot + 1, size):
             factor = rows[lower][pivot] / rows[pivot][pivot]

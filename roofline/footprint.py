@@ -290,9 +290,7 @@ def prefill_work(
     )
 
 
-def model_prefill(
-    params: float, config: LlamaConfig, prompt_len: int, dtype: DType, kv_dtype: str | DType
-) -> Work:
+def model_prefill(params: float, config: LlamaConfig, prompt_len: int, dtype: DType, kv_dtype: str | DType) -> Work:
     """The textbook prefill of a model of `params` weights: every weight used for every token.
 
     Operations `2 P T` plus causal attention; bytes `P x bytes per weight + T x cache + residual stream`.

@@ -63,6 +63,4 @@ def goodput(
     if span <= 0:
         raise RooflineError(f"the run lasts {span} s: it must be positive")
     good = [r for r in found if r.ttft_s <= ttft_target_s and (r.tokens <= 1 or r.tpot_s <= tpot_target_s)]
-    return Goodput(
-        span, len(found), len(good), sum(r.tokens for r in found) / span, sum(r.tokens for r in good) / span
-    )
+    return Goodput(span, len(found), len(good), sum(r.tokens for r in found) / span, sum(r.tokens for r in good) / span)

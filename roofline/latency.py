@@ -170,9 +170,7 @@ def scaling(
     threshold: float = 0.10,
 ) -> Verdict:
     """TPOT at each device count, and the verdict of `judge` on them."""
-    return judge(
-        {tp: tpot(case.at(tp=tp), chip, efficiency, collectives) for tp in sorted(set(tps))}, threshold
-    )
+    return judge({tp: tpot(case.at(tp=tp), chip, efficiency, collectives) for tp in sorted(set(tps))}, threshold)
 
 
 def doubling(

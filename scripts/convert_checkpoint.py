@@ -37,9 +37,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("f32", "bf16"),
         help="type of the weights written; by default bf16 if SRC stores nothing else, and f32 otherwise",
     )
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="devices to spread the model over (default 1)"
-    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to spread the model over (default 1)")
     parser.add_argument("--cpu-devices", type=int, metavar="N", help="make N fake CPU devices")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is an Orbax checkpoint")
     return parser.parse_args(argv)

@@ -42,9 +42,7 @@ def load_config(name: str) -> LlamaConfig:
             source = GgufSource(path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
-        return LlamaConfig.from_gguf(
-            source.metadata, tensor_names=source.stored_names, rope_freqs=source.rope_freqs()
-        )
+        return LlamaConfig.from_gguf(source.metadata, tensor_names=source.stored_names, rope_freqs=source.rope_freqs())
     file = path / "config.json" if path.is_dir() else path
     if file.suffix == ".json" and file.is_file():
         try:
@@ -64,9 +62,7 @@ def _integers(low: int) -> Callable[[str], list[int]]:
         try:
             values = [int(item.replace("_", "")) for item in text.split(",")]
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a list of whole numbers such as 1,2,4"
-            ) from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,4") from None
         if min(values) < low:
             raise argparse.ArgumentTypeError(f"{text!r} has a number below {low}")
         return values
@@ -88,18 +84,14 @@ def parser() -> argparse.ArgumentParser:
         description="The memory wall of one model on one chip: each quantity beside its formula.",
         epilog="JSON is in bytes, bytes/s and operations/s; keys that end in _ms are milliseconds.",
     )
-    p.add_argument(
-        "--model", required=True, help=f"{', '.join(PRESETS)}, a folder with config.json, or a .gguf file"
-    )
+    p.add_argument("--model", required=True, help=f"{', '.join(PRESETS)}, a folder with config.json, or a .gguf file")
     p.add_argument(
         "--chip",
         default="h100",
         help=f"{', '.join(CHIPS)}, cpu (measured here), or a .toml file (default h100)",
     )
     p.add_argument("--tp", type=_integers(1), default=[1, 2, 4, 8], help="device counts (default 1,2,4,8)")
-    p.add_argument(
-        "--dtype", default="bf16", help="bf16, f16, f32, fp8, int8, int4, int8-gN, int4-gN (default bf16)"
-    )
+    p.add_argument("--dtype", default="bf16", help="bf16, f16, f32, fp8, int8, int4, int8-gN, int4-gN (default bf16)")
     p.add_argument("--kv-dtype", default="bf16", help="bf16, f16, f32, fp8, int8 (default bf16)")
     p.add_argument("--batch", type=_positive, default=1, help="sequences decoded at once (default 1)")
     p.add_argument(
@@ -110,22 +102,16 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--prompt-len", type=_positive, default=2_000, help="tokens of the prefill (default 2000)")
     p.add_argument("--params", type=float, help="a parameter count instead of the config's own, such as 70e9")
-    p.add_argument(
-        "--json", metavar="PATH", help="write all numbers there; - prints them instead of the table"
-    )
+    p.add_argument("--json", metavar="PATH", help="write all numbers there; - prints them instead of the table")
     p.add_argument("--plot", metavar="PATH", help="draw roofline, decay and latency to a PNG")
-    e = p.add_argument_group(
-        "efficiency of the software, used by the latency split only; defaults are the chip's"
-    )
+    e = p.add_argument_group("efficiency of the software, used by the latency split only; defaults are the chip's")
     e.add_argument("--bandwidth-efficiency", type=float, metavar="SHARE", help="share of B that is reached")
     e.add_argument("--compute-efficiency", type=float, metavar="SHARE", help="share of C that is reached")
     e.add_argument("--layer-overhead-us", type=float, metavar="US", help="paid once a layer")
     e.add_argument("--step-overhead-us", type=float, metavar="US", help="paid once a step")
     e.add_argument("--collective-scale", type=float, metavar="X", help="factor on the wires' latencies")
     e.add_argument("--all-reduce", choices=ALGORITHMS, help="its algorithm (default: the chip's)")
-    e.add_argument(
-        "--collectives", metavar="PATH", help="measured alpha and beta, JSON with a `collectives` list"
-    )
+    e.add_argument("--collectives", metavar="PATH", help="measured alpha and beta, JSON with a `collectives` list")
     return p
 
 
@@ -160,9 +146,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         params=args.params,
     )
     if args.collectives and (args.all_reduce or args.collective_scale is not None):
-        raise RooflineError(
-            "--collectives gives measured times: --all-reduce and --collective-scale do not apply"
-        )
+        raise RooflineError("--collectives gives measured times: --all-reduce and --collective-scale do not apply")
     chip = get_chip(args.chip)
     if args.all_reduce:
         chip = replace(chip, interconnect=chip.interconnect.using(args.all_reduce))
@@ -179,9 +163,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         tps=args.tp,
         contexts=args.context,
         prompt_len=args.prompt_len,
-        efficiency=replace(
-            chip.efficiency, **{key: value for key, value in given.items() if value is not None}
-        ),
+        efficiency=replace(chip.efficiency, **{key: value for key, value in given.items() if value is not None}),
         collectives=Measured.load(args.collectives) if args.collectives else None,
     )
     name = args.model if args.model.lower() in PRESETS else Path(args.model).resolve().name

@@ -21,9 +21,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  " + "  ".join(cells).rstrip())
     return lines
 
@@ -47,9 +45,7 @@ def _chain(r: dict[str, Any]) -> list[list[str]]:
     source = "measured on this machine" if chip["measured"] else "datasheet"
     tokens, batch = prefill["prompt_len"], r["batch"]
     config_count = sum(r["parameters"].values())
-    from_config = (
-        "from the config" if r["params"] == config_count else f"given; the config has {config_count:,}"
-    )
+    from_config = "from the config" if r["params"] == config_count else f"given; the config has {config_count:,}"
     rows = [
         ["compute C", si(chip["flops_per_s"], "FLOP/s"), f"{source}, dense {chip['compute_dtype']}"],
         ["bandwidth B", si(chip["bytes_per_s"], "B/s", 2), source],
@@ -58,12 +54,8 @@ def _chain(r: dict[str, Any]) -> list[list[str]]:
         ["weights W", si(r["weight_bytes"], "B"), f"P x {r['bytes_per_weight']:g} bytes"],
     ]
     if r["weight_scale_bytes"]:
-        rows.append(
-            ["scales", si(r["weight_scale_bytes"], "B"), "of quantised weights, and vectors kept in bf16"]
-        )
-        rows.append(
-            ["W with scales", si(r["weight_bytes"] + r["weight_scale_bytes"], "B"), "used as W below"]
-        )
+        rows.append(["scales", si(r["weight_scale_bytes"], "B"), "of quantised weights, and vectors kept in bf16"])
+        rows.append(["W with scales", si(r["weight_bytes"] + r["weight_scale_bytes"], "B"), "used as W below"])
     rows += [
         ["read a step", si(r["streamed_bytes"], "B"), "W less the embedding rows that no token asks for"],
         [
@@ -129,9 +121,7 @@ def _memory(r: dict[str, Any]) -> list[str]:
     if not all(m["fits"] for m in r["memory"]):
         tp = r["smallest_tp_that_fits"]
         fits = f"it fits from tp = {tp}" if tp else "it fits at no tp up to 1,024"
-        lines.append(
-            f"  WARNING: does not fit where it says SHORT; {fits}. Below is what it would do if it did."
-        )
+        lines.append(f"  WARNING: does not fit where it says SHORT; {fits}. Below is what it would do if it did.")
     return lines
 
 
@@ -177,9 +167,7 @@ def _notes(r: dict[str, Any]) -> list[str]:
     joined = r["chip"]["interconnect"]["max_devices"]
     if joined and (most := r["latency"][-1]["tp"]) > joined:
         link = r["chip"]["interconnect"]["name"]
-        notes.append(
-            f"note: {link} joins {joined:,} devices; tp = {most:,} is priced as if it joined them all"
-        )
+        notes.append(f"note: {link} joins {joined:,} devices; tp = {most:,} is priced as if it joined them all")
     trained = r["max_position_embeddings"]
     if (longest := r["ceiling"][-1]["context"]) > trained:
         notes.append(f"note: context {longest:,} is beyond the {trained:,} positions the model states")

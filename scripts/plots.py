@@ -48,9 +48,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RooflineError(
-            "plots need matplotlib: pip install matplotlib, or this project's extra `plot`"
-        ) from error
+        raise RooflineError("plots need matplotlib: pip install matplotlib, or this project's extra `plot`") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -96,9 +94,7 @@ def _roofline(axes: Axes, report: dict[str, Any]) -> None:
     axes.axvline(ridge, color="grey", ls=":", lw=1.2, label=f"ridge C / B = {ridge:.0f} op/byte")
     for label, intensity, colour, marker in points:
         rate = min(compute, bandwidth * intensity)
-        text = (
-            f"{label}: {intensity:,.3g} op/byte" if intensity < 1000 else f"{label}: {intensity:,.0f} op/byte"
-        )
+        text = f"{label}: {intensity:,.3g} op/byte" if intensity < 1000 else f"{label}: {intensity:,.0f} op/byte"
         axes.plot(intensity, rate / 1e12, marker, color=colour, ms=9, mec="black", ls="none", label=text)
     axes.set(
         xlabel="arithmetic intensity (operations per byte)",

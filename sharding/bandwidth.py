@@ -34,11 +34,12 @@ class Bandwidth:
 def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeats: int = 7) -> Bandwidth:
     """Best of ``repeats`` timed reads of a float32 buffer split over the mesh.
 
-    The best and not the median: interference only ever makes a read slower, and a limit is what the machine can do.
+    The best and not the median: interference only ever makes a read slower, and a limit is what the machine
+    can do.
 
     Args:
-        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a last-level cache
-            share) and 1 GiB a device elsewhere.
+        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a share
+            of the last-level cache) and 1 GiB a device elsewhere.
     """
     devices = mesh.devices.size
     if total_bytes is None:
@@ -46,9 +47,7 @@ def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeat
         total_bytes = 512 << 20 if on_cpu else (1 << 30) * devices
     rows = max(1, total_bytes // (4 * COLUMNS * devices)) * devices
     split = PartitionSpec(mesh.axis_names)
-    make = jax.jit(
-        lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split)
-    )
+    make = jax.jit(lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split))
     buffer = make()
 
     def read(buffer: jax.Array, x: jax.Array) -> jax.Array:
@@ -56,7 +55,11 @@ def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeat
 
     run = jax.jit(
         jax.shard_map(
-            read, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=PartitionSpec(None, mesh.axis_names), check_vma=False
+            read,
+            mesh=mesh,
+            in_specs=(split, PartitionSpec()),
+            out_specs=PartitionSpec(None, mesh.axis_names),
+            check_vma=False,
         )
     )
     x = jnp.ones((1, COLUMNS), jnp.float32)

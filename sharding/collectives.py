@@ -1,7 +1,7 @@
 """Every collective of the decode step, written once. Each is the identity on axes of size one.
 
-They are called inside ``jax.shard_map`` over the mesh of ``sharding.mesh``; the compiled program holds these and no
-others, which ``sharding.hlo`` counts.
+They are called inside ``jax.shard_map`` over the mesh of ``sharding.mesh``; the compiled program holds these
+and no others, which ``sharding.hlo`` counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def tensor_index() -> jax.Array:
 
 
 def all_reduce_sum(x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
-    """Sum over devices; every device gets the result. Give it float32: rounding then happens once, after the sum."""
+    """Sum over devices; every device gets the result. In float32, rounding happens once, after the sum."""
     return x if axis_size(axes) == 1 else lax.psum(x, axes)
 
 
@@ -43,5 +43,5 @@ def all_gather(x: jax.Array, axes: Axes, *, axis: int) -> jax.Array:
 
 
 def exchange_heads(x: jax.Array) -> jax.Array:
-    """All-to-all over ``kv_seq``: ``x`` [kv_seq, ...] holds one block for each member; returns what each sent to us."""
+    """All-to-all over ``kv_seq``: ``x`` [kv_seq, ...] is a block for each; returns what each sent us."""
     return x if axis_size(KV_SEQ) == 1 else lax.all_to_all(x, KV_SEQ, split_axis=0, concat_axis=0, tiled=True)

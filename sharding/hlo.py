@@ -6,13 +6,20 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+)
 
-# An instruction: "%name = TYPE opcode(". TYPE is one shape or a tuple of them; "-start" is an asynchronous form's first
-# half, and its "-done" half is not counted again.
-_COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
-_SHAPE = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?[\w.\-]+ = ")
+# "-start" is the first half of an asynchronous form; its "-done" half is not counted again.
+_COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
+# "f32[8,16]"; the digits of the name are its bits (f8e4m3fn: 8), and "pred" takes a byte.
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,21 @@ class Collective:
 
 
 def collectives(hlo_text: str) -> list[Collective]:
-    """Every collective instruction of an optimised program. One inside a loop body appears once, as in the text."""
+    """Every collective instruction of an optimised program. One inside a loop body appears once."""
     found = []
     for line in hlo_text.splitlines():
-        match = _COLLECTIVE.search(line)
-        if match:
-            found.append(Collective(match[2], sum(_shape_bytes(*shape) for shape in _SHAPE.findall(match[1]))))
+        head = _INSTRUCTION.match(line)
+        if not head:
+            continue
+        type_text = _leading_type(line[head.end() :])
+        match = _COLLECTIVE.match(line, head.end() + len(type_text))
+        if not match:
+            continue
+        kind, start = match.groups()
+        if start and kind != "all-reduce":
+            # These start with a tuple of operands, results and perhaps more.
+            type_text = _elements(type_text)[1]
+        found.append(Collective(kind, type_bytes(type_text)))
     return found
 
 
@@ -38,8 +54,35 @@ def count_collectives(hlo_text: str) -> dict[str, int]:
     return dict(sorted(Counter(one.kind for one in collectives(hlo_text)).items()))
 
 
-def _shape_bytes(dtype: str, dims: str) -> int:
-    total = _BYTES.get(dtype, 1)
-    for size in dims.split(","):
-        total *= int(size) if size else 1
+def type_bytes(type_text: str) -> int:
+    """Bytes of an HLO type, a shape or a tuple of them: ``(f32[8,16]{1,0}, pred[])`` takes 513."""
+    total = 0
+    for bits, dims in _SHAPE.findall(type_text):
+        elements = 1
+        for size in dims.split(","):
+            elements *= int(size) if size else 1
+        total += -(-elements * int(bits or 8) // 8)
     return total
+
+
+def _leading_type(text: str) -> str:
+    """The type that ``text`` begins with: up to the space or comma after it, outside any bracket."""
+    depth = 0
+    for at, letter in enumerate(text):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter in " ," and depth == 0:
+            return text[:at]
+    return text
+
+
+def _elements(tuple_text: str) -> list[str]:
+    """The element types of a tuple type."""
+    rest, found = tuple_text[1:-1], []
+    while rest:
+        element = _leading_type(rest)
+        found.append(element)
+        rest = rest[len(element) :].lstrip(", ")
+    return found

@@ -28,8 +28,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 class Layout:
     """Shardings and padded shapes on one mesh.
 
-    A dimension that its mesh axes do not divide is padded at its end to the next multiple; the padding holds zeros
-    and is stripped or harmless wherever it is read. ``padding`` tells how much a given array carries.
+    A dimension that its mesh axes do not divide is padded at its end to the next multiple; the padding holds
+    zeros and is stripped or harmless wherever it is read. ``padding`` tells how much a given array carries.
     """
 
     mesh: Mesh
@@ -81,8 +81,10 @@ class Layout:
         return math.prod(self.padded_shape(shape, axes)) - math.prod(shape)
 
     def describe(self) -> str:
+        """The mesh in one line, for people."""
         shape = "x".join(str(size) for size in self.mesh.devices.shape)
-        return f"tp={self.tp} as {self.kv_head} kv_head x {self.kv_seq} kv_seq (mesh {shape}, {self.device_kind})"
+        split = f"{self.kv_head} kv_head x {self.kv_seq} kv_seq"
+        return f"tp={self.tp} as {split} (mesh {shape}, {self.device_kind})"
 
     def _mesh_axes(self, axis: str | None) -> str | tuple[str, ...] | None:
         if axis is None:

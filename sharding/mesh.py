@@ -1,9 +1,10 @@
 """The device mesh: any tensor-parallel degree as one factorisation over KV heads and cache positions.
 
-With ``tp`` devices and ``num_kv_heads`` KV heads, ``kv_head = gcd(tp, num_kv_heads)`` devices split the heads and
-``kv_seq = tp / kv_head`` devices split the positions of each head's cache. Weights are split over both, so weight
-bytes and cache bytes a device fall as 1/tp whether or not tp divides (or exceeds) the KV head count. Splitting the
-cache by position past the KV head count is the layout of Helix parallelism (Bhatia et al., 2025).
+With ``tp`` devices and ``num_kv_heads`` KV heads, ``kv_head = gcd(tp, num_kv_heads)`` devices split the heads
+and ``kv_seq = tp / kv_head`` devices split the positions of each head's cache. Weights are split over both,
+so weight bytes and cache bytes a device fall as 1/tp whether or not tp divides (or exceeds) the KV head
+count. Splitting the cache by position past the KV head count is the layout of Helix parallelism (Bhatia et
+al., 2025).
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def factorise(tp: int, num_kv_heads: int) -> tuple[int, int]:
     return kv_head, tp // kv_head
 
 
-def make_mesh(
-    tp: int, num_kv_heads: int, *, data: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(tp: int, num_kv_heads: int, *, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of ``data * tp`` devices with axes ``("data", "kv_head", "kv_seq")``.
 
     Raises:

@@ -1,6 +1,8 @@
-"""``cache_attention``: query positions against one device's part of the KV cache, as a mergeable partial result."""
+"""``cache_attention``: query positions against one device's part of the KV cache, as a partial to merge."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -27,9 +29,9 @@ def cache_attention(
 ) -> Partial:
     """Causal grouped-query attention of a few or many new positions over the filled part of a cache.
 
-    Slot s of the cache holds position ``s * stride + offset``: with ``kv_seq`` members, stride is ``kv_seq`` and
-    offset the member's index. A query at position p sees positions 0..p, so the caller writes the new keys and
-    values first. The cost follows ``max(positions)``, not the cache's capacity.
+    Slot s of the cache holds position ``s * stride + offset``: with ``kv_seq`` members, stride is ``kv_seq``
+    and offset the member's index. A query at position p sees positions 0..p, so the caller writes the new
+    keys and values first. The cost follows ``max(positions)``, not the cache's capacity.
 
     Args:
         q: [B, T, K, G, H], any float dtype.
@@ -37,14 +39,14 @@ def cache_attention(
         positions: int32 [B, T], the position of each query; never negative.
 
     Returns:
-        The partial softmax over this device's slots, float32; ``Partial.finish`` or ``merge`` makes it whole. A query
-        that sees none of the slots gets sum 0 and output 0, never NaN.
+        The partial softmax over this device's slots, float32; ``Partial.finish`` or ``merge`` makes it whole.
+        A query that sees none of the slots gets sum 0 and output 0, never NaN.
 
     Raises:
         KernelError: unknown implementation.
     """
     chosen = select("cache_attention", implementation, platform, {}, IMPLEMENTATIONS)
-    where = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
+    where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
         return reference.cache_attention(q, keys, values, **where)
     return xla.cache_attention(q, keys, values, **where, platform=platform)

@@ -13,7 +13,7 @@ from jax import lax
 from kernels.cache_attention.partial import MASKED, Partial, from_storage
 
 BLOCK = 256
-"""Slots read a loop iteration. Larger reads more past the end of a short conversation; smaller loops more often."""
+"""Slots read a loop iteration. Larger reads more past a short conversation; smaller loops more often."""
 
 
 def cache_attention(
@@ -34,7 +34,7 @@ def cache_attention(
     # One matrix of G*T rows for each (row, KV head): the queries of a group share every block that is read.
     rows = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     row_positions = jnp.broadcast_to(positions[:, None, None, :], (B, 1, G, T)).reshape(B, 1, G * T, 1)
-    last = jnp.max(positions)
+    row_last = jnp.max(positions, axis=1).reshape(B, 1, 1, 1)
 
     def read(cache: jax.Array, start: jax.Array | int) -> jax.Array:
         return from_storage(lax.dynamic_slice(cache, (layer, 0, 0, start, 0), (1, B, K, block, H))[0])
@@ -51,25 +51,36 @@ def cache_attention(
         top = jnp.maximum(carry.max, jnp.max(scores, axis=-1))
         weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
         decay = jnp.exp(carry.max - top)
-        v = jnp.where((slot_positions <= last)[:, None], read(values, start), 0)
-        out = carry.out * decay[..., None] + _dot(weight.astype(v.dtype), v, ((3,), (2,)), platform)
+        # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
+        v = jnp.where(slot_positions[:, None] <= row_last, read(values, start), 0)
+        out = carry.out * decay[..., None] + _dot(weight, v, ((3,), (2,)), platform)
         return Partial(out, top, carry.sum * decay + jnp.sum(weight, axis=-1))
 
     shape = (B, K, G * T)
     empty = Partial(
-        jnp.zeros((*shape, H), jnp.float32), jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+        jnp.zeros((*shape, H), jnp.float32),
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
     )
     if block == S:
         done = step(0, empty)
     else:
-        filled = lax.div(last - offset + stride, np.int32(stride))  # slots of this device that hold a position up to the last
+        # Slots of this device that hold a position up to the last of any row.
+        filled = lax.div(jnp.max(positions) - offset + stride, np.int32(stride))
         done = lax.fori_loop(0, lax.div(filled + block - 1, np.int32(block)), step, empty)
-    return Partial(*(x.reshape(B, K, G, T, *x.shape[3:]).transpose(0, 3, 1, 2, *range(4, x.ndim + 1)) for x in done))
+    by_position = (x.reshape(B, K, G, T, *x.shape[3:]) for x in done)
+    return Partial(*(x.transpose(0, 3, 1, 2, *range(4, x.ndim)) for x in by_position))
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]], platform: str) -> jax.Array:
-    """a [B, K, M, J] with b [B, K, S, H], contracted over the named axes, float32 out."""
+    """a [B, K, M, J] with b [B, K, S, H], contracted over the named axes, in b's dtype; float32 out."""
     if platform == "cpu":
-        # XLA:CPU has no fast bf16 dot, and a block is small enough to widen; elsewhere the matrix units take bf16.
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return lax.dot_general(a, b, (contract, ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+        # XLA:CPU has no fast bf16 dot, and a block is small enough to widen. Matrix units take bf16.
+        b = b.astype(jnp.float32)
+    return lax.dot_general(
+        a.astype(b.dtype),
+        b,
+        (contract, ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST,  # float32 stays float32 where the default is less; bf16 is as it is
+        preferred_element_type=jnp.float32,
+    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kernels.matmul import reference, xla
 from kernels.select import select
 
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("xla", "xla_pieces", "reference")
 
 
 def matmul(
@@ -36,5 +36,10 @@ def matmul(
     """
     chosen = select("matmul", implementation, platform, {}, IMPLEMENTATIONS)
     rows = x.reshape(-1, x.shape[-1])
-    out = reference.matmul(rows, weight) if chosen == "reference" else xla.matmul(rows, weight, platform=platform)
+    if chosen == "reference":
+        out = reference.matmul(rows, weight)
+    elif chosen == "xla_pieces":
+        out = xla.matmul_pieces(rows, weight, platform=platform)
+    else:
+        out = xla.matmul(rows, weight, platform=platform)
     return out.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])

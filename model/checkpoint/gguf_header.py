@@ -78,9 +78,7 @@ def read_header(path: Path | str) -> GgufHeader:
     if version not in VERSIONS:
         if version and version & 0xFFFF == 0:
             raise CheckpointError(f"{path} is a big-endian GGUF file; only little-endian files are read")
-        raise CheckpointError(
-            f"{path} is GGUF version {version}; supported versions: 2 and 3. Convert it again"
-        )
+        raise CheckpointError(f"{path} is GGUF version {version}; supported versions: 2 and 3. Convert it again")
     tensor_count, metadata_count = cursor.number("<Q"), cursor.number("<Q")
     metadata: dict[str, Any] = {}
     for _ in range(metadata_count):

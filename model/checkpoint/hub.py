@@ -30,13 +30,9 @@ def fetch_from_hub(name: str) -> Path:
         LlamaConfig.from_hf(read_object(folder / "config.json"))
         return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except GatedRepoError as error:
-        raise _error(
-            name, "its licence must be accepted on huggingface.co, and HF_TOKEN set", error
-        ) from error
+        raise _error(name, "its licence must be accepted on huggingface.co, and HF_TOKEN set", error) from error
     except RepositoryNotFoundError as error:
-        raise _error(
-            name, "the hub has no such model, or it is private and HF_TOKEN is not set", error
-        ) from error
+        raise _error(name, "the hub has no such model, or it is private and HF_TOKEN is not set", error) from error
     except LocalEntryNotFoundError as error:
         raise _error(
             name, "it is not in the local cache, and the hub cannot be reached or is switched off", error

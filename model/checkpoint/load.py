@@ -69,8 +69,7 @@ def check_paths(reader: WeightReader, leaves: dict[Path, Leaf]) -> None:
     for path, leaf in leaves.items():
         if leaf.shape != reader.shape(path):
             raise CheckpointError(
-                f"parameter {path} is {list(leaf.shape)} in the model and {list(reader.shape(path))} in the "
-                "checkpoint"
+                f"parameter {path} is {list(leaf.shape)} in the model and {list(reader.shape(path))} in the checkpoint"
             )
 
 

@@ -94,9 +94,7 @@ def restore_params(
         collector = Collector(info.config, layout, layers)
         with LoadProgress(f"loading {info.path.name}", sum(sizes.values()), progress) as bar:
             for batch in _batches(sizes):
-                restored = _restore(
-                    checkpointer, arrays, {path: leaves[path] for path in batch}, layout, dtype
-                )
+                restored = _restore(checkpointer, arrays, {path: leaves[path] for path in batch}, layout, dtype)
                 while restored:
                     collector.add(*restored.popitem())
                 bar.advance(sum(sizes[path] for path in batch))
@@ -134,9 +132,7 @@ def _restore(
         item[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         # strict=False cuts or pads what was saved to `global_shape`; _check_stored has bounded the
         # difference.
-        restore_args[path] = ocp.ArrayRestoreArgs(
-            sharding=sharding, global_shape=shape, dtype=dtype, strict=False
-        )
+        restore_args[path] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype, strict=False)
     args = ocp.args.PyTreeRestore(item=_nest(item), restore_args=_nest(restore_args), partial_restore=True)
     try:
         tree = checkpointer.restore(folder, args=args)
@@ -160,25 +156,18 @@ def _check_stored(
     faults = []
     needed = {".".join(map(str, path)): leaf.shape for path, leaf in leaves.items()}
     faults += [f"{name} {list(shape)} is missing" for name, shape in needed.items() if name not in stored]
-    faults += [
-        f"{name} {list(shape)} is not part of the model"
-        for name, shape in stored.items()
-        if name not in needed
-    ]
+    faults += [f"{name} {list(shape)} is not part of the model" for name, shape in stored.items() if name not in needed]
     for name in needed.keys() & stored.keys():
         # Every dimension is padded by less than the number of devices that can have split it.
         fits = len(needed[name]) == len(stored[name]) and all(
             0 <= have - want < info.tp for have, want in zip(stored[name], needed[name], strict=True)
         )
         if not fits:
-            faults.append(
-                f"{name} is {list(stored[name])} instead of {list(needed[name])} (saved at tp={info.tp})"
-            )
+            faults.append(f"{name} is {list(stored[name])} instead of {list(needed[name])} (saved at tp={info.tp})")
     if faults:
         more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise CheckpointError(
-            f"{info.path} does not hold the model its config describes: "
-            f"{', '.join(sorted(faults)[:10])}{more}"
+            f"{info.path} does not hold the model its config describes: {', '.join(sorted(faults)[:10])}{more}"
         )
 
 

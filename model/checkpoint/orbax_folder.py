@@ -80,14 +80,11 @@ def read_info(path: Path | str) -> OrbaxInfo:
     version, tp = marker.get("format_version"), marker.get("tp")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path / MARKER_FILE}: format_version is {version!r}; this program reads version "
-            f"{FORMAT_VERSION}"
+            f"{path / MARKER_FILE}: format_version is {version!r}; this program reads version {FORMAT_VERSION}"
         )
     if not isinstance(tp, int) or tp < 1:
         raise CheckpointError(f"{path / MARKER_FILE}: tp is {tp!r}; it must be a positive integer")
-    return OrbaxInfo(
-        path, LlamaConfig.from_hf(read_object(path / CONFIG_FILE)), check_dtype(marker.get("dtype")), tp
-    )
+    return OrbaxInfo(path, LlamaConfig.from_hf(read_object(path / CONFIG_FILE)), check_dtype(marker.get("dtype")), tp)
 
 
 def check_destination(path: Path | str, overwrite: bool = False) -> Path:
@@ -99,9 +96,7 @@ def check_destination(path: Path | str, overwrite: bool = False) -> Path:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return path
     if not is_orbax(path):
-        raise CheckpointError(
-            f"{path} exists and is not an Orbax checkpoint of this program: choose another path"
-        )
+        raise CheckpointError(f"{path} exists and is not an Orbax checkpoint of this program: choose another path")
     if not overwrite:
         raise CheckpointError(f"{path} exists: choose another path, or ask to overwrite it")
     return path

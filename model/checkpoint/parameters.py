@@ -43,9 +43,7 @@ def bind(model: Llama, params: Mapping[Path, jax.Array]) -> Llama:
     paths, variables = zip(*nnx.to_flat_state(state), strict=True)
     if set(paths) != set(params):
         odd = sorted(".".join(map(str, path)) for path in set(paths) ^ set(params))
-        raise CheckpointError(
-            f"these are not the parameters of this model; they differ in {', '.join(odd[:10])}"
-        )
+        raise CheckpointError(f"these are not the parameters of this model; they differ in {', '.join(odd[:10])}")
     filled = [variable.replace(params[path]) for path, variable in zip(paths, variables, strict=True)]
     return nnx.merge(graph, nnx.from_flat_state(zip(paths, filled, strict=True)))
 

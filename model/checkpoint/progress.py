@@ -47,11 +47,7 @@ class LoadProgress:
             self._option(self._done, self._total)
             return
         if self._bar is None:
-            if (
-                not self._option
-                or time.perf_counter() - self._started < _SHOW_AFTER_S
-                or not sys.stderr.isatty()
-            ):
+            if not self._option or time.perf_counter() - self._started < _SHOW_AFTER_S or not sys.stderr.isatty():
                 return
             self._bar = Progress(
                 TextColumn("{task.description}"),

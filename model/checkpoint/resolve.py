@@ -85,9 +85,7 @@ def open_model(name: str) -> ResolvedModel:
     if name and path.exists():
         return _open_folder(name, path) if path.is_dir() else _open_file(name, path)
     if name.lower() in PRESETS:
-        raise CheckpointError(
-            f"{name!r} is a preset: the shape of a model, without weights. --model takes {ACCEPTED}"
-        )
+        raise CheckpointError(f"{name!r} is a preset: the shape of a model, without weights. --model takes {ACCEPTED}")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "~")) or path.suffix in (".gguf", ".safetensors"):
         raise CheckpointError(f"there is no file or folder {name!r} here. --model takes {ACCEPTED}")
     return _open_folder(name, fetch_from_hub(name))
@@ -101,9 +99,7 @@ def _open_file(name: str, path: Path) -> ResolvedModel:
 
 def _open_gguf(name: str, path: Path) -> ResolvedModel:
     source = GgufSource(path)
-    config = LlamaConfig.from_gguf(
-        source.metadata, tensor_names=source.stored_names, rope_freqs=source.rope_freqs()
-    )
+    config = LlamaConfig.from_gguf(source.metadata, tensor_names=source.stored_names, rope_freqs=source.rope_freqs())
     return ResolvedModel(name, "gguf", path, config, source)
 
 
@@ -115,11 +111,7 @@ def _open_folder(name: str, path: Path) -> ResolvedModel:
     config_file = path / "config.json"
     if not config_file.is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        hint = (
-            f"It holds {', '.join(ggufs[:5])}: pass one of these files"
-            if ggufs
-            else f"--model takes {ACCEPTED}"
-        )
+        hint = f"It holds {', '.join(ggufs[:5])}: pass one of these files" if ggufs else f"--model takes {ACCEPTED}"
         raise CheckpointError(f"{path} is not a model folder: it has no config.json. {hint}")
     generation_file = path / _GENERATION_CONFIG
     generation = read_object(generation_file) if generation_file.is_file() else None

@@ -59,9 +59,7 @@ class SafetensorsSource:
             handle = safe_open(file, framework="numpy")
             names = list(handle.keys())
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{file} is missing: the checkpoint is incomplete, download it again"
-            ) from error
+            raise CheckpointError(f"{file} is missing: the checkpoint is incomplete, download it again") from error
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
                 f"{file} is damaged or is not a safetensors file ({error}): download it again"
@@ -123,9 +121,7 @@ def _files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
         return [folder / SINGLE_FILE]
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist")
-    found = sorted(
-        file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".safetensors")
-    )
+    found = sorted(file.name for file in folder.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".safetensors"))
     hint = f"; it holds {', '.join(found[:5])}" if found else ""
     raise CheckpointError(
         f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}. "

@@ -41,9 +41,7 @@ class Part:
 def parameter_parts(config: LlamaConfig) -> dict[Path, tuple[Part, ...]]:
     """The parts of every parameter, by its path in an unrolled `model.llama.Llama`."""
     vocabulary = (config.vocab_size, config.hidden_size)
-    table: dict[Path, tuple[Part, ...]] = {
-        ("embed", "weight"): (_whole("embed_tokens.weight", vocabulary, 1),)
-    }
+    table: dict[Path, tuple[Part, ...]] = {("embed", "weight"): (_whole("embed_tokens.weight", vocabulary, 1),)}
     one_layer = _layer_parts(config)
     for i in range(config.num_layers):
         for path, parts in one_layer.items():

@@ -58,10 +58,7 @@ class WeightReader:
 
     def shape(self, path: Path) -> tuple[int, ...]:
         """The parameter's own shape, unpadded."""
-        ends = (
-            [at + size for at, size in zip(part.offset, part.shape, strict=True)]
-            for part in self._parts[path]
-        )
+        ends = ([at + size for at, size in zip(part.offset, part.shape, strict=True)] for part in self._parts[path])
         return tuple(max(sides) for sides in zip(*ends, strict=True))
 
     def read(self, path: Path, index: Sequence[slice], shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -101,17 +98,13 @@ class WeightReader:
                 yield _Read(name, rows, cols if split < len(part.shape) else None, block[where])
 
 
-def _match_names(
-    source: TensorSource, config: LlamaConfig, table: Mapping[Path, tuple[Part, ...]]
-) -> dict[str, str]:
+def _match_names(source: TensorSource, config: LlamaConfig, table: Mapping[Path, tuple[Part, ...]]) -> dict[str, str]:
     """The source's own name for each tensor of the table. Raises CheckpointError as WeightReader does."""
     found: dict[str, str] = {}
     for name in source.tensors:
         short = name.removeprefix("model.")
         if short in found:
-            raise CheckpointError(
-                f"{source.path} holds both {found[short]!r} and {name!r}: one of them must go"
-            )
+            raise CheckpointError(f"{source.path} holds both {found[short]!r} and {name!r}: one of them must go")
         found[short] = name
     needed = {part.name: part.tensor_shape for parts in table.values() for part in parts}
     missing = [f"{name} {list(shape)}" for name, shape in needed.items() if name not in found]
@@ -140,9 +133,7 @@ def _match_names(
         hint = ""
         if "lm_head.weight" in needed and "lm_head.weight" not in found:
             hint = ". The config does not tie the LM head to the embedding (tie_word_embeddings)"
-        raise CheckpointError(
-            f"{source.path} does not hold the model its config describes. {'; '.join(faults)}{hint}"
-        )
+        raise CheckpointError(f"{source.path} does not hold the model its config describes. {'; '.join(faults)}{hint}")
     return {name: found[name] for name in needed}
 
 

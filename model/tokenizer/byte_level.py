@@ -62,9 +62,7 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
 
 def _splits(*patterns: str) -> pre_tokenizers.PreTokenizer:
     isolate = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence(
-        [*isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([*isolate, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _LLAMA3 = PreTokenizer(lambda: _splits(_LLAMA3_SPLIT), ignore_merges=True, adds_bos=True)
@@ -95,9 +93,7 @@ def build_byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) ->
     pre_tokenizer = read_pre_tokenizer(metadata)
     merges = _read_merges(require(metadata, "tokenizer.ggml.merges"))
     try:
-        model = models.BPE(
-            vocab=dict(vocabulary.ids), merges=merges, ignore_merges=pre_tokenizer.ignore_merges
-        )
+        model = models.BPE(vocab=dict(vocabulary.ids), merges=merges, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library has no narrower type
         raise TokenizerError(f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}") from error
     backend = Backend(model)
@@ -111,8 +107,6 @@ def _read_merges(lines: Sequence[str]) -> list[tuple[str, str]]:
     for index, line in enumerate(lines):
         left, blank, right = line.partition(" ")
         if not (left and blank and right):
-            raise TokenizerError(
-                f"tokenizer.ggml.merges[{index}] is {line!r}; expected two tokens and a blank"
-            )
+            raise TokenizerError(f"tokenizer.ggml.merges[{index}] is {line!r}; expected two tokens and a blank")
         merges.append((left, right))
     return merges

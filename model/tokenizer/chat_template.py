@@ -30,9 +30,7 @@ class ChatTemplate:
         try:
             self._template = _make_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"the chat template is invalid at line {error.lineno}: {error.message}"
-            ) from error
+            raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
 
     def render(
         self,
@@ -74,9 +72,7 @@ class ChatTemplate:
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not messages:
-        raise TokenizerError(
-            'a chat is a non-empty list of messages such as {"role": "user", "content": "Hi"}'
-        )
+        raise TokenizerError('a chat is a non-empty list of messages such as {"role": "user", "content": "Hi"}')
     checked = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -130,9 +126,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -34,9 +34,7 @@ def read_folder(folder: Path) -> TokenizerParts:
     ids = {role: backend.token_to_id(text) for role, text in special_tokens.items()}
     for role in ("bos_token", "eos_token"):
         if role in ids and ids[role] is None:
-            raise TokenizerError(
-                f"{folder}: {role} is {special_tokens[role]!r}, which is not a token of {TOKENIZER}"
-            )
+            raise TokenizerError(f"{folder}: {role} is {special_tokens[role]!r}, which is not a token of {TOKENIZER}")
     return TokenizerParts(
         backend=backend,
         special_tokens=special_tokens,
@@ -100,9 +98,7 @@ def _token_text(value: Any, where: str) -> str:
     return text
 
 
-def _complete_added_tokens(
-    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
+def _complete_added_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
     """Adds tokens that only the small files declare, as transformers does when it loads the folder."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     entries = config.get("added_tokens_decoder") or {}

@@ -27,9 +27,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         backend = build_sentencepiece(metadata, vocabulary)
         adds_bos = True
     else:
-        raise TokenizerError(
-            f"{_MODEL} is {kind!r}; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece)"
-        )
+        raise TokenizerError(f"{_MODEL} is {kind!r}; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece)")
     _add_special_tokens(backend, vocabulary)
     prefix_ids = _read_prefix(metadata, vocabulary, adds_bos)
     if prefix_ids:
@@ -46,11 +44,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 def _add_special_tokens(backend: Backend, vocabulary: GgufVocabulary) -> None:
     """Makes control tokens special and user-defined ones whole, so that a template's text encodes to them."""
-    ends = {
-        vocabulary.tokens[vocabulary.roles[role]]
-        for role in ("bos_token", *_ENDS)
-        if role in vocabulary.roles
-    }
+    ends = {vocabulary.tokens[vocabulary.roles[role]] for role in ("bos_token", *_ENDS) if role in vocabulary.roles}
     special = ends | set(vocabulary.texts(TokenType.CONTROL, TokenType.UNKNOWN))
     ordered = [token for token in vocabulary.tokens if token in special and token]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])

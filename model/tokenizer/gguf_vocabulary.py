@@ -61,9 +61,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
         if stated is None:
             continue
         if not 0 <= stated < len(tokens):
-            raise TokenizerError(
-                f"tokenizer.ggml.{name} is {stated}, outside the vocabulary of {len(tokens)} tokens"
-            )
+            raise TokenizerError(f"tokenizer.ggml.{name} is {stated}, outside the vocabulary of {len(tokens)} tokens")
         roles[role] = stated
     return GgufVocabulary(tokens, types, ids, roles)
 

@@ -43,9 +43,7 @@ class Pieces:
     def __init__(self, backend: Backend, role_ids: Iterable[int]) -> None:
         added = backend.get_added_tokens_decoder()
         self.rule = read_decode_rule(backend)
-        self.special_ids = frozenset(role_ids).union(
-            token_id for token_id, token in added.items() if token.special
-        )
+        self.special_ids = frozenset(role_ids).union(token_id for token_id, token in added.items() if token.special)
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._alphabet = character_bytes() if self.rule.byte_level else {}
@@ -110,9 +108,7 @@ def read_decode_rule(backend: Backend) -> DecodeRule:
                     "blanks at the start"
                 )
     if byte_level and (replacements or byte_fallback or strip_left):
-        raise TokenizerError(
-            "the tokenizer's decoder mixes ByteLevel with other steps, which is not supported"
-        )
+        raise TokenizerError("the tokenizer's decoder mixes ByteLevel with other steps, which is not supported")
     return DecodeRule(byte_level, tuple(replacements), byte_fallback, strip_left)
 
 

@@ -21,14 +21,12 @@ def build_sentencepiece(metadata: Mapping[str, Any], vocabulary: GgufVocabulary)
     """The tokenizer, still without its special tokens. Raises TokenizerError."""
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
         raise TokenizerError(
-            "tokenizer.ggml.remove_extra_whitespaces is true, which is not supported; "
-            "Llama vocabularies keep blanks"
+            "tokenizer.ggml.remove_extra_whitespaces is true, which is not supported; Llama vocabularies keep blanks"
         )
     scores = require(metadata, "tokenizer.ggml.scores")
     if len(scores) != len(vocabulary.tokens):
         raise TokenizerError(
-            f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; "
-            "they must agree"
+            f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; they must agree"
         )
     missing = [name for byte in range(256) if (name := f"<0x{byte:02X}>") not in vocabulary.ids]
     if missing:

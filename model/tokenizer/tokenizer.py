@@ -27,9 +27,7 @@ class Tokenizer:
         self._parts = parts
         self._backend = parts.backend
         roles = {role: parts.backend.token_to_id(text) for role, text in parts.special_tokens.items()}
-        self._pieces = Pieces(
-            parts.backend, (token_id for token_id in roles.values() if token_id is not None)
-        )
+        self._pieces = Pieces(parts.backend, (token_id for token_id in roles.values() if token_id is not None))
         self._template: ChatTemplate | None = None
         self.vocab_size: int = parts.backend.get_vocab_size(with_added_tokens=True)
         self.stop_token_ids = stop_token_ids(parts.backend, parts.declared_stop_ids)

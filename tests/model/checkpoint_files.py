@@ -71,9 +71,7 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in tensor_shapes(config).items()}
 
 
-def expected_parameters(
-    config: LlamaConfig, tensors: dict[str, np.ndarray]
-) -> dict[tuple[str | int, ...], np.ndarray]:
+def expected_parameters(config: LlamaConfig, tensors: dict[str, np.ndarray]) -> dict[tuple[str | int, ...], np.ndarray]:
     """Every parameter of the unrolled model, unpadded, assembled head by head."""
     kv_heads, head, group = config.num_kv_heads, config.head_dim, config.group_size
 
@@ -82,9 +80,7 @@ def expected_parameters(
         rows = []
         for at in range(kv_heads):
             own = [q[head * n : head * (n + 1)] for n in range(at * group, (at + 1) * group)]
-            rows.append(
-                np.concatenate([*own, k[head * at : head * (at + 1)], v[head * at : head * (at + 1)]])
-            )
+            rows.append(np.concatenate([*own, k[head * at : head * (at + 1)], v[head * at : head * (at + 1)]]))
         return np.stack(rows)
 
     result: dict[tuple[str | int, ...], np.ndarray] = {
@@ -102,17 +98,13 @@ def expected_parameters(
             ("attention", "qkv", "weight"): qkv(layer, "weight"),
             ("attention", "out", "weight"): np.stack(np.split(out, kv_heads, axis=1), axis=1),
             ("mlp", "down", "weight"): tensors[f"{layer}.mlp.down_proj.weight"],
-            ("mlp", "gate_up", "weight"): np.stack(
-                [tensors[f"{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
-            ),
+            ("mlp", "gate_up", "weight"): np.stack([tensors[f"{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up")]),
         }
         if config.attention_bias:
             own["attention", "qkv", "bias"] = qkv(layer, "bias")
             own["attention", "out", "bias"] = tensors[f"{layer}.self_attn.o_proj.bias"]
         if config.mlp_bias:
-            own["mlp", "gate_up", "bias"] = np.stack(
-                [tensors[f"{layer}.mlp.{x}_proj.bias"] for x in ("gate", "up")]
-            )
+            own["mlp", "gate_up", "bias"] = np.stack([tensors[f"{layer}.mlp.{x}_proj.bias"] for x in ("gate", "up")])
             own["mlp", "down", "bias"] = tensors[f"{layer}.mlp.down_proj.bias"]
         result.update({("layers", i, *path): value for path, value in own.items()})
     return result
@@ -139,10 +131,8 @@ def write_hf(
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         own = names[shard::shards]
         save_file({name: stored[name] for name in own}, folder / file)
-        weight_map.update({name: file for name in own})
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+        weight_map.update(dict.fromkeys(own, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -174,12 +164,7 @@ def gguf_name(name: str) -> str:
 def interleave(value: np.ndarray, heads: int) -> np.ndarray:
     """Rows as GGUF orders them for interleaved rope, one row at a time."""
     size = value.shape[0] // heads
-    order = [
-        head * size + half * (size // 2) + j
-        for head in range(heads)
-        for j in range(size // 2)
-        for half in (0, 1)
-    ]
+    order = [head * size + half * (size // 2) + j for head in range(heads) for j in range(size // 2) for half in (0, 1)]
     return value[order]
 
 

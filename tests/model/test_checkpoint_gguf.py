@@ -24,9 +24,7 @@ from tests.model.checkpoint_files import (
 from tests.model.ggml_blocks import BLOCKS, decode, random_blocks
 
 # Wide enough for two blocks of 256 in a row.
-WIDE = small_config(
-    hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1
-)
+WIDE = small_config(hidden_size=512, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=128, num_layers=1)
 EMBED, DOWN, OUT = (
     "model.embed_tokens.weight",
     "model.layers.0.mlp.down_proj.weight",
@@ -65,9 +63,7 @@ def test_quantised_values(tmp_path: Path, kind: str) -> None:
             np.testing.assert_array_equal(source.read(name, *window), whole[window])
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("F32", np.dtype("f4")), ("F16", np.dtype("f2")), ("BF16", BF16)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", np.dtype("f4")), ("F16", np.dtype("f2")), ("BF16", BF16)])
 def test_plain_values(tmp_path: Path, kind: str, dtype: np.dtype) -> None:
     config = small_config()
     tensors = random_tensors(config)
@@ -121,9 +117,7 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
     tensors = random_tensors(config)
     path = write_gguf(tmp_path / "m.gguf", config, tensors)
     # The key is renamed in place, to one of the same length that nobody reads.
-    path.write_bytes(
-        path.read_bytes().replace(b"llama.attention.head_count_kv", b"llama.attention.head_count_xx")
-    )
+    path.write_bytes(path.read_bytes().replace(b"llama.attention.head_count_kv", b"llama.attention.head_count_xx"))
     source = GgufSource(path)
     assert "llama.attention.head_count_kv" not in source.metadata
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -156,6 +150,7 @@ def test_rope_freqs_are_configuration(tmp_path: Path) -> None:
     assert GgufSource(write_gguf(tmp_path / "n.gguf", config, random_tensors(config))).rope_freqs() is None
 
 
+@pytest.mark.xdist_group("package_reader")
 def test_demo_model(demo_gguf: Path) -> None:
     """Shapes of the real file, and one of its matrices whole against the package's own path."""
     source = GgufSource(demo_gguf)
@@ -172,9 +167,7 @@ def test_truncated_data(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
     whole = path.read_bytes()
     path.write_bytes(whole[:-200])
-    with pytest.raises(
-        CheckpointError, match=r"m\.gguf is truncated: tensor 'output.weight' ends at byte .* Download"
-    ):
+    with pytest.raises(CheckpointError, match=r"m\.gguf is truncated: tensor 'output.weight' ends at byte .* Download"):
         GgufSource(path)
 
 
@@ -254,13 +247,7 @@ def test_rows_that_heads_cannot_share(tmp_path: Path) -> None:
     odd = {name: np.zeros((23, 32), np.float32)}
     path = write_gguf(tmp_path / "m.gguf", config, {**tensors, **odd})
     # v is not reordered, so its odd shape passes here; as k it cannot be read.
-    content = (
-        path.read_bytes()
-        .replace(b"attn_k.weight", b"attn_w.weight")
-        .replace(b"attn_v.weight", b"attn_k.weight")
-    )
+    content = path.read_bytes().replace(b"attn_k.weight", b"attn_w.weight").replace(b"attn_v.weight", b"attn_k.weight")
     path.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"'blk.0.attn_k.weight' has 23 rows, which 3 heads of an even size"
-    ):
+    with pytest.raises(CheckpointError, match=r"'blk.0.attn_k.weight' has 23 rows, which 3 heads of an even size"):
         GgufSource(path).read("model.layers.0.self_attn.k_proj.weight", slice(0, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +143,7 @@ def test_bf16_files_and_targets(tmp_path: Path) -> None:
     source = SafetensorsSource(write_hf(tmp_path, config, tensors, dtype=BF16))
     rounded = expected_parameters(config, {name: value.astype(BF16) for name, value in tensors.items()})
     for dtype in ("f32", "bf16", jnp.float32, np.dtype(BF16)):
-        check_values(
-            load_params(source, config, layout(config, 2), dtype, progress=False), rounded, config, "unrolled"
-        )
+        check_values(load_params(source, config, layout(config, 2), dtype, progress=False), rounded, config, "unrolled")
 
 
 @pytest.mark.parametrize("dtype", ["f16", "float64", jnp.int8, "banana", None])
@@ -198,7 +195,7 @@ def big_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorSou
 
 
 @pytest.fixture
-def placed_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def placed_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes in bytes of every array handed to a device."""
     sizes: list[int] = []
     original = jax.device_put
@@ -208,15 +205,13 @@ def placed_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return original(value, *args, **kwargs)
 
     monkeypatch.setattr(jax, "device_put", recorded)
-    yield sizes
+    return sizes
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_memory(
-    big_sources: dict[str, TensorSource], placed_sizes: list[int], kind: str, tp: int, layers: Any
-) -> None:
+def test_memory(big_sources: dict[str, TensorSource], placed_sizes: list[int], kind: str, tp: int, layers: Any) -> None:
     """Host memory stays under twice the largest tensor, and no device sees more than its own slice.
 
     CPU devices take a block over as their own memory, so what tracemalloc sees is what was placed so far and
@@ -236,9 +231,7 @@ def test_memory(
         tracemalloc.reset_peak()
 
     leaves = abstract_leaves(BIG, "unrolled")
-    slices = {
-        path: 4 * int(np.prod(where.local_shape(leaf.shape, leaf.axes))) for path, leaf in leaves.items()
-    }
+    slices = {path: 4 * int(np.prod(where.local_shape(leaf.shape, leaf.axes))) for path, leaf in leaves.items()}
     largest_slice = max(slices.values())
     gc.collect()
     tracemalloc.start()
@@ -310,6 +303,7 @@ def test_bar_is_for_long_loads_on_a_terminal(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.xdist_group("package_reader")
 def test_demo_model_loads(demo_gguf: Path) -> None:
     """The real file: a few values of each kind of parameter against the package's own dequantiser."""
     source = GgufSource(demo_gguf)

@@ -126,9 +126,7 @@ def test_interrupted_orbax_folder(tmp_path: Path) -> None:
 
 def test_presets_are_no_checkpoints() -> None:
     for name in ("llama-3-8b", "Llama-3-8B"):
-        with pytest.raises(
-            CheckpointError, match=r"is a preset: .*without weights. --model takes 'demo', a Hugging"
-        ):
+        with pytest.raises(CheckpointError, match=r"is a preset: .*without weights. --model takes 'demo', a Hugging"):
             open_model(name)
 
 

@@ -22,9 +22,7 @@ CONFIG = small_config(attention_bias=True)
 def test_values_and_windows(tmp_path: Path, shards: int, dtype: np.dtype) -> None:
     tensors = random_tensors(CONFIG)
     source = SafetensorsSource(write_hf(tmp_path, CONFIG, tensors, shards=shards, dtype=dtype))
-    assert {name: info.shape for name, info in source.tensors.items()} == {
-        n: v.shape for n, v in tensors.items()
-    }
+    assert {name: info.shape for name, info in source.tensors.items()} == {n: v.shape for n, v in tensors.items()}
     assert len({info.file for info in source.tensors.values()}) == shards
     for name, value in tensors.items():
         stored = value.astype(dtype)
@@ -139,9 +137,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 
 def test_type_that_is_no_plain_float(tmp_path: Path) -> None:
     save_file({"model.layers.0.mlp.up_proj.qweight": np.ones((4, 4), np.int32)}, tmp_path / SINGLE_FILE)
-    with pytest.raises(
-        CheckpointError, match=r"up_proj.qweight' is stored as I32, .*supported: F64, F32, F16, BF16"
-    ):
+    with pytest.raises(CheckpointError, match=r"up_proj.qweight' is stored as I32, .*supported: F64, F32, F16, BF16"):
         SafetensorsSource(tmp_path)
 
 

@@ -167,16 +167,12 @@ def test_untied_config_without_a_head() -> None:
     assert "tie_word_embeddings" in message
 
 
-@pytest.mark.parametrize(
-    "name", sorted(random_tensors(small_config(attention_bias=True, mlp_bias=True, num_layers=1)))
-)
+@pytest.mark.parametrize("name", sorted(random_tensors(small_config(attention_bias=True, mlp_bias=True, num_layers=1))))
 def test_any_missing_tensor_is_named(name: str) -> None:
     config = small_config(attention_bias=True, mlp_bias=True, num_layers=1)
     tensors = random_tensors(config)
     shape = tensors.pop(name).shape
-    assert f"1 tensor needed but missing: {name.removeprefix('model.')} {list(shape)}" in fault(
-        config, tensors
-    )
+    assert f"1 tensor needed but missing: {name.removeprefix('model.')} {list(shape)}" in fault(config, tensors)
 
 
 def test_forgotten_biases_are_unused_tensors() -> None:
@@ -187,10 +183,7 @@ def test_forgotten_biases_are_unused_tensors() -> None:
 
 def test_layer_too_many_and_layer_too_few() -> None:
     message = fault(small_config(num_layers=2), random_tensors(small_config(num_layers=3)))
-    assert (
-        "9 tensors present but not part of the model: model.layers.2.self_attn.q_proj.weight [48, 32]"
-        in message
-    )
+    assert "9 tensors present but not part of the model: model.layers.2.self_attn.q_proj.weight [48, 32]" in message
     message = fault(small_config(num_layers=4), random_tensors(small_config(num_layers=2)))
     assert "18 tensors needed but missing: layers.2." in message
     assert "and 8 more" in message

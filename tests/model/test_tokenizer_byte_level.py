@@ -81,9 +81,7 @@ def test_demo_chat(demo: Tokenizer) -> None:
 
 # The demo vocabulary lacks six control characters and the first bytes of planes that Unicode has not filled.
 MISSING = "\x04\x06\x13\x14\x16\x1d"
-spellable = st.text(
-    st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters=MISSING)
-)
+spellable = st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters=MISSING))
 
 
 @given(text=spellable | st.text("aé日🤷\u200d\u0301 \n\t0123٣½<|im_start|>", max_size=40))
@@ -109,9 +107,7 @@ def test_demo_never_joins_a_digit_to_its_neighbours(demo: Tokenizer, text: str) 
         assert len(token) == 1 or "1" not in token
 
 
-def test_demo_drops_what_its_vocabulary_cannot_spell(
-    demo: Tokenizer, demo_backend: tokenizers.Tokenizer
-) -> None:
+def test_demo_drops_what_its_vocabulary_cannot_spell(demo: Tokenizer, demo_backend: tokenizers.Tokenizer) -> None:
     assert demo.encode(f"hi{MISSING}") == demo.encode("hi") == demo_backend.encode("hi").ids
 
 

@@ -18,9 +18,7 @@ def render(template: str, messages: Any = USER, **options: Any) -> str:
 
 
 def test_messages_and_special_tokens() -> None:
-    template = (
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    )
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
     assert render(template) == "<bos>[user]hi<eos>"
 
 
@@ -35,9 +33,7 @@ def test_blocks_are_trimmed() -> None:
 
 
 def test_tools_and_other_variables() -> None:
-    template = (
-        "{{ tools is none }} {{ documents is none }} {{ date_string is defined }} {{ pad_token is defined }}"
-    )
+    template = "{{ tools is none }} {{ documents is none }} {{ date_string is defined }} {{ pad_token is defined }}"
     assert render(template) == "True True False False"
     assert render("{{ date_string }}", variables={"date_string": "1 Jan"}) == "1 Jan"
 
@@ -121,9 +117,7 @@ def test_bos_from_the_template_is_the_only_one() -> None:
 
 
 def test_encoding_a_chat_adds_nothing_to_the_template() -> None:
-    metadata = byte_level_metadata(add_bos_token=True) | {
-        "tokenizer.chat_template": "{{ messages[0].content }}"
-    }
+    metadata = byte_level_metadata(add_bos_token=True) | {"tokenizer.chat_template": "{{ messages[0].content }}"}
     assert Tokenizer.from_gguf(metadata).encode_chat(USER) == [256]
 
 

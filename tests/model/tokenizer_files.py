@@ -51,10 +51,7 @@ def sentencepiece_metadata(extra: list[tuple[str, int]] | None = None, **changes
         "model": "llama",
         "tokens": ["<unk>", "<s>", "</s>", *byte_tokens, *PIECES, *(token for token, _ in extra)],
         "scores": [0.0] * 259 + [-float(index) for index in range(len(PIECES))] + [-1000.0] * len(extra),
-        "token_type": [UNKNOWN, CONTROL, CONTROL]
-        + [BYTE] * 256
-        + [NORMAL] * len(PIECES)
-        + [kind for _, kind in extra],
+        "token_type": [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(PIECES) + [kind for _, kind in extra],
         "bos_token_id": 1,
         "eos_token_id": 2,
         "unknown_token_id": 0,

@@ -32,9 +32,7 @@ ODD = LlamaConfig(
 )
 
 # Llama-2-70B is Llama-3-70B with the older vocabulary.
-LLAMA_2_70B = replace(
-    LLAMA_70B, vocab_size=32000, max_position_embeddings=4096, bos_token_id=1, eos_token_ids=(2,)
-)
+LLAMA_2_70B = replace(LLAMA_70B, vocab_size=32000, max_position_embeddings=4096, bos_token_id=1, eos_token_ids=(2,))
 
 _DATA = Path(__file__).parent / "data"
 

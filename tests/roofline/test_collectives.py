@@ -126,9 +126,7 @@ def test_alpha_beta_needs_two_sizes():
 
 
 def test_measured_round_trip(tmp_path):
-    measured = Measured(
-        (AlphaBeta("all_reduce", 2, 9e-6, 2e10), AlphaBeta("all_gather", 2, 4e-6, float("inf")))
-    )
+    measured = Measured((AlphaBeta("all_reduce", 2, 9e-6, 2e10), AlphaBeta("all_gather", 2, 4e-6, float("inf"))))
     measured.save(tmp_path / "c.json")
     assert Measured.load(tmp_path / "c.json") == measured
     assert json.loads((tmp_path / "c.json").read_text())["collectives"][1]["bytes_per_s"] is None
@@ -190,9 +188,7 @@ def test_f32_weights_have_f32_activations():
 def test_devices_that_share_a_head_exchange_rows_and_partials():
     calls = {call.purpose: call for call in step_collectives(Case(SMOL, tp=2))}
     assert calls["q, k, v rows"] == Call("q, k, v rows", "all_gather", 30, 3 * 5 * 64 * 2, 2)
-    assert calls["attention partials"] == Call(
-        "attention partials", "all_to_all", 30, 3 * (3 * 64 + 2 * 6) * 4, 2
-    )
+    assert calls["attention partials"] == Call("attention partials", "all_to_all", 30, 3 * (3 * 64 + 2 * 6) * 4, 2)
 
 
 def test_exchanges_are_padded_to_the_devices_that_share_a_head():

@@ -56,9 +56,7 @@ def test_a_published_table_from_one_row_alone():
 def test_an_odd_row_does_not_bend_the_collective_constant():
     rows = [row for row in gpt_fast_rows() if "bf16" in row.label]
     with_it = fit(rows, A100).default.collective_scale
-    without = fit(
-        [row for row in rows if row.label != "llama-3.1-70b bf16 x 2"], A100
-    ).default.collective_scale
+    without = fit([row for row in rows if row.label != "llama-3.1-70b bf16 x 2"], A100).default.collective_scale
     assert with_it == pytest.approx(without, rel=0.15)
 
 

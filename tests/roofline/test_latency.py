@@ -115,9 +115,7 @@ def test_the_ideal_never_grows_with_devices_that_divide(case):
 
 
 def flat(**changes):
-    return Terms(
-        **({"weights": 0, "kv": 0, "compute": 0, "collectives": 0, "layers": 0, "step": 0} | changes)
-    )
+    return Terms(**({"weights": 0, "kv": 0, "compute": 0, "collectives": 0, "layers": 0, "step": 0} | changes))
 
 
 def test_the_verdict_names_what_stopped_it():

@@ -54,10 +54,7 @@ def test_over_several_devices(tmp_path: Path) -> None:
     root = Path(convert_checkpoint.__file__).parents[1]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert (
-        f"{source} -> {tmp_path / 'out'}: {CONFIG.parameter_count():,} parameters in bfloat16"
-        in result.stdout
-    )
+    assert f"{source} -> {tmp_path / 'out'}: {CONFIG.parameter_count():,} parameters in bfloat16" in result.stdout
     assert "tp=4 as 1 kv_head x 4 kv_seq" in result.stdout
     info = read_info(tmp_path / "out")
     assert (info.tp, info.dtype, info.config) == (4, jnp.bfloat16, CONFIG)
@@ -87,9 +84,7 @@ def test_orbax_to_orbax_keeps_the_dtype(tmp_path: Path) -> None:
     assert convert_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     first, second = read_info(tmp_path / "a"), read_info(tmp_path / "b")
     assert (second.config, second.dtype) == (first.config, jnp.bfloat16)
-    np.testing.assert_array_equal(
-        np.asarray(embedding(tmp_path / "b")), np.asarray(embedding(tmp_path / "a"))
-    )
+    np.testing.assert_array_equal(np.asarray(embedding(tmp_path / "b")), np.asarray(embedding(tmp_path / "a")))
 
 
 def test_model_without_a_tokenizer_is_converted_with_a_warning(
