@@ -59,6 +59,8 @@ class TextGeneration:
         self.stop_token_ids = frozenset(tokenizer.stop_token_ids)
         self.completions = [Completion(len(prompt)) for prompt in prompts]
         keeps = [continuation] * len(prompts) if isinstance(continuation, bool) else list(continuation)
+        if len(keeps) != len(prompts):
+            raise ValueError(f"continuation has {len(keeps)} values for {len(prompts)} prompts; give one for each")
         self._streams = [tokenizer.stream(continuation=keep) for keep in keeps]
         self._stops = [StopStrings(list(stop)) for _ in prompts]
         self._arrivals = decoder.generate(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field
+
+IN_FLIGHT = 2
+"""Dispatches that the decoder keeps under way. A late read of one makes the next seem instant, so samples take so many
+together."""
 
 
 @dataclass
@@ -39,14 +44,23 @@ class Timing:
         return self.dispatches[1:] or self.dispatches
 
     @property
+    def _windows(self) -> list[tuple[int, float]]:
+        """(steps, seconds) of runs of ``IN_FLIGHT`` warm dispatches; what is left at the end joins the last run."""
+        warm = self.warm
+        count = max(1, len(warm) // IN_FLIGHT)
+        cuts = [index * IN_FLIGHT for index in range(count)] + [len(warm)]
+        runs = [warm[start:end] for start, end in itertools.pairwise(cuts) if end > start]
+        return [(sum(steps for steps, *_ in run), sum(seconds for _, seconds, _ in run)) for run in runs]
+
+    @property
     def step_samples_s(self) -> list[float]:
-        """Seconds a step of each warm dispatch."""
-        return [seconds / steps for steps, seconds, _ in self.warm]
+        """Seconds a step, one sample for each run of warm dispatches."""
+        return [seconds / steps for steps, seconds in self._windows]
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token, s: the median over warm steps, each counted with its dispatch's mean."""
-        samples = [seconds / steps for steps, seconds, _ in self.warm for _ in range(steps)]
+        """Time per output token, s: the median over warm steps, each counted with the mean of its sample."""
+        samples = [seconds / steps for steps, seconds in self._windows for _ in range(steps)]
         return statistics.median(samples) if samples else None
 
     @property

@@ -1,14 +1,15 @@
-"""What every command does before and around its work: devices, caches, start-up checks, errors in one line."""
+"""What every command does before and around its work: devices, caches, notes, and errors in one line."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 class UsageError(ValueError):
-    """Options that do not go together."""
+    """Options that do not go together, or that this machine cannot satisfy."""
 
 
 USER_ERRORS = (
@@ -47,20 +48,42 @@ USER_ERRORS = (
     SamplingError,
     TokenizerError,
     UsageError,
+    OSError,
 )
-"""Errors whose message is written for the person at the terminal; anything else is a fault of ours, with a traceback."""
+"""Errors that the person at the terminal can mend; anything else is a fault of ours, with a traceback."""
+
+BROKEN_PIPE = 128 + 13
+INTERRUPTED = 128 + 2
 
 
-def run_command(work: Callable[[], None]) -> int:
-    """Run a command's work; exit status 0, 1 after one line on stderr for a user's error, 130 when interrupted."""
+def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
+    """Run a command's work and return its exit status.
+
+    0, or 1 after one line on stderr for an error in ``USER_ERRORS`` or a lack of memory, 130 when interrupted, and 141
+    without a word when whoever read the output went away (``| head``).
+
+    quiet: keep notes such as "fetching the demo model" from stderr; warnings still show.
+    """
     try:
-        work()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? and not a traceback
+        with _notes_on_stderr(logging.WARNING if quiet else logging.INFO):
+            work()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+        return BROKEN_PIPE
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error))
+    except MemoryError as error:
+        return _fail(_out_of_memory(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(_out_of_memory(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -68,19 +91,37 @@ def add_device_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices")
 
 
-def set_up(cpu_devices: int | None) -> CompileCache:
-    """Choose devices before JAX starts, turn on the compilation cache, and let progress notes through to stderr."""
-    if cpu_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", cpu_devices)
-    notes = logging.StreamHandler()
-    notes.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("model.checkpoint")
-    if not logger.handlers:
-        logger.addHandler(notes)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    return CompileCache(cache_dir() / "jax")
+def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
+    """Start JAX on the devices that were asked for, with the compilation cache on.
+
+    cpu_devices: run on so many fake CPU devices, whatever else the machine has.
+    spare: without ``cpu_devices``, the least number of CPU devices to make where the CPU is all there is.
+
+    Raises:
+        UsageError: JAX cannot start, or was started before with other devices.
+    """
+    started = False
+    try:
+        if cpu_devices is not None:
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+            jax.config.update("jax_platforms", "cpu")
+        elif spare > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", spare)
+    except RuntimeError:  # the backend is up, and its number of devices fixed
+        started = True
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UsageError(f"JAX cannot start: {' '.join(str(error).split())}") from None
+    if started and cpu_devices is not None and (devices[0].platform != "cpu" or len(devices) < cpu_devices):
+        raise UsageError(
+            f"--cpu-devices {cpu_devices} comes too late: JAX has started in this process with {len(devices)} "
+            f"{devices[0].platform} devices; start a new one"
+        )
+    try:
+        return CompileCache(cache_dir() / "jax")
+    except RuntimeError as error:  # no home folder
+        return CompileCache(None, problem=str(error))
 
 
 def default_dtype() -> str:
@@ -119,22 +160,35 @@ def check_writable(path: str | None) -> None:
     """Refuse an output path before the work instead of after it."""
     if path is None or path == "-":
         return
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}: {folder} is not a folder one can write to, or {path} is a folder")
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {target.parent}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: no permission; name another file")
 
 
 def write_json(path: str, data: Any) -> None:
-    """Write ``data`` whole or not at all; ``-`` is standard output."""
+    """Write ``data`` whole or not at all; ``-`` is standard output, and links and devices are written through."""
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path).absolute()
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, target)
+    target = Path(path).resolve()
+    # A character that is half of a pair (an undecodable byte of the command line) becomes its JSON escape.
+    content = text.encode("utf-8", "backslashreplace")
+    if target.exists() and not target.is_file():  # /dev/stdout, a named pipe
+        target.write_bytes(content)
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def positive(text: str) -> int:
@@ -148,19 +202,19 @@ def not_negative(text: str) -> int:
 
 
 def integers(text: str) -> list[int]:
-    """argparse type: integers of at least 1, separated by commas."""
-    return [positive(part) for part in text.split(",")]
+    """argparse type: integers of at least 1, separated by commas; one given twice counts once."""
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """argparse type: some of ``allowed``, separated by commas."""
+    """argparse type: some of ``allowed``, separated by commas; one given twice counts once."""
 
     def parse(text: str) -> list[str]:
         parts = text.split(",")
         for part in parts:
             if part not in allowed:
                 raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(allowed)}")
-        return parts
+        return list(dict.fromkeys(parts))
 
     return parse
 
@@ -173,3 +227,37 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is too small: it must be at least {least}")
     return value
+
+
+@contextmanager
+def _notes_on_stderr(level: int) -> Iterator[None]:
+    """Let what the loaders log ("fetching the demo model") through to stderr, as plain lines, for the while."""
+    notes = logging.StreamHandler(sys.stderr)
+    notes.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("model")
+    before = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(before)
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 1
+
+
+def _out_of_memory(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"out of memory ({first}); try a larger --tp, --dtype bf16, a smaller --batch or a shorter text"
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, so that Python's own flush at exit does not fail again."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # stdout is not a file, as in a test
+        return

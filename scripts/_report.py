@@ -69,14 +69,15 @@ def report_lines(facts: dict[str, Any]) -> list[str]:
     lines = [
         f"load      {facts['load_s']:.2f} s",
         f"compile   {facts['compile_s']:.2f} s ({facts['compile_cache']})",
-        f"TTFT      {_ms(facts['ttft_s'])} for a prompt of {facts['prompt_tokens']} tokens",
+        f"TTFT      {_ms(facts['ttft_s'])} for {_prompts(facts)}",
     ]
     if facts["tpot_s"] is None:
         return [*lines, "TPOT      not measured: no token was decoded after the first"]
-    slow = [f"{one * 1e3:.1f}" for one in (min(facts["tpot_samples_s"]), max(facts["tpot_samples_s"]))]
+    spread = " to ".join(f"{one * 1e3:.1f}" for one in (min(facts["tpot_samples_s"]), max(facts["tpot_samples_s"])))
+    rows = f" of {facts['batch']} rows" if facts["batch"] > 1 else ""
     return [
         *lines,
-        f"TPOT      {_ms(facts['tpot_s'])} (median; {slow[0]} to {slow[1]}), {facts['tokens_per_s']:.1f} tokens/s",
+        f"TPOT      {_ms(facts['tpot_s'])} (median; {spread}), {facts['tokens_per_s']:.1f} tokens/s{rows}",
         f"bytes     {facts['step_bytes_per_device'] / 1e6:.1f} MB{each} that a step must move: weights "
         f"{facts['step_weight_bytes_per_device'] / 1e6:.1f}, cache {facts['step_cache_bytes_per_device'] / 1e6:.1f}",
         f"achieved  {facts['achieved_gb_per_s']:.1f} GB/s{each} of the {facts['limit_gb_per_s']:.1f} GB/s{each} that "
@@ -87,6 +88,13 @@ def report_lines(facts: dict[str, Any]) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+def _prompts(facts: dict[str, Any]) -> str:
+    longest = max(one["prompt_tokens"] for one in facts["completions"])
+    if facts["batch"] == 1:
+        return f"a prompt of {longest} tokens"
+    return f"{facts['batch']} prompts together, the longest of {longest} tokens"
 
 
 def _mesh(facts: dict[str, Any]) -> str:

@@ -9,21 +9,17 @@ size.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Sequence
 
-import jax
-
-from model.checkpoint.errors import CheckpointError
 from model.checkpoint.orbax import save_params
 from model.checkpoint.orbax_folder import check_destination
 from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
-from model.config import ConfigError
 from model.tokenizer import Tokenizer, TokenizerError
+from scripts._cli import DTYPES, add_device_options, positive, run_command, set_up
 from sharding.layout import Layout
-from sharding.mesh import LayoutError, make_mesh
+from sharding.mesh import make_mesh
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -34,28 +30,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("destination", metavar="DST", help="folder to make")
     parser.add_argument(
         "--dtype",
-        choices=("f32", "bf16"),
+        choices=list(DTYPES),
         help="type of the weights written; by default bf16 if SRC stores nothing else, and f32 otherwise",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices to spread the model over (default 1)")
-    parser.add_argument("--cpu-devices", type=int, metavar="N", help="make N fake CPU devices")
+    parser.add_argument(
+        "--tp", type=positive, default=1, metavar="N", help="devices to spread the model over (default 1)"
+    )
+    add_device_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is an Orbax checkpoint")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, or 1 with one line on stderr when the model or the request is at fault."""
     args = parse_args(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("model").setLevel(logging.INFO)  # a download that takes a while says that it began
-    if args.cpu_devices is not None:
-        jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-    try:
-        convert(args.source, args.destination, args.dtype, args.tp, args.overwrite)
-    except (CheckpointError, ConfigError, LayoutError, TokenizerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
+    set_up(args.cpu_devices)
+    convert(args.source, args.destination, args.dtype, args.tp, args.overwrite)
 
 
 def convert(source: str, destination: str, dtype: str | None, tp: int, overwrite: bool) -> None:

@@ -11,20 +11,22 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
+from decode.cache import check_fits
 from decode.compile_cache import CompileCache
-from decode.decoder import Decoder
+from decode.decoder import Decoder, PromptError
 from decode.sampling import SamplingParams
 from decode.text import Completion, TextGeneration
 from decode.timing import Timing
 from model.checkpoint.resolve import ACCEPTED, open_model
-from model.tokenizer import Tokenizer
+from model.config import LlamaConfig
+from model.tokenizer import StopStrings, Tokenizer
 from scripts._cli import (
     DTYPES,
     UsageError,
@@ -40,7 +42,7 @@ from scripts._cli import (
     write_json,
 )
 from scripts._report import report_lines, step_bytes, step_facts
-from sharding.bandwidth import measure_read_bandwidth
+from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from sharding.self_check import check_mesh
@@ -62,7 +64,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="a user's message, in the model's chat template",
     )
     prompts.add_argument("--system", metavar="TEXT", help="system message for every --chat")
-    prompts.add_argument("--prompts-file", metavar="PATH", help="text to continue, one a line; - is standard input")
+    prompts.add_argument(
+        "--prompts-file", metavar="PATH", help="texts to continue, one a line, in UTF-8; - is standard input"
+    )
     prompts.add_argument(
         "--batch", type=positive, default=8, metavar="N", help="prompts run together at most (default 8)"
     )
@@ -92,14 +96,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="PATH", help="write results and measurements; - is standard output")
-    output.add_argument("--quiet", action="store_true", help="print the text alone")
+    output.add_argument(
+        "--json", metavar="PATH", help="write results and measurements; - puts them alone on standard output"
+    )
+    output.add_argument("--quiet", action="store_true", help="print the text alone (with --json -, nothing but JSON)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    return run_command(lambda: generate(args))
+    return run_command(lambda: generate(args), quiet=args.quiet)
 
 
 @dataclass(frozen=True)
@@ -111,27 +117,40 @@ class Prompt:
     continues: bool
 
 
+@dataclass(frozen=True)
+class Group:
+    """Prompts that ran together, what they led to, and when."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    timing: Timing
+
+
 def generate(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
+    # What can be refused is refused before anything slow.
     check_writable(args.json)
     sampling = _sampling(args)
-    cache = set_up(args.cpu_devices)
+    StopStrings(args.stop)
+    chats, texts = _asked(args)
     say = _silent if args.quiet else _to_stderr
 
+    cache = set_up(args.cpu_devices)
     began = time.perf_counter()
     model = open_model(args.model)
+    layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
-    prompts = _prompts(args, tokenizer)
+    prompts = _prompts(chats, texts, args.system, tokenizer)
+    max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
-    layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     dtype = DTYPES[args.dtype or default_dtype()]
     say(
         f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}, {args.layers} layers; "
         f"{layout.describe()}"
     )
     if cache.problem:
-        say(f"compilation {cache.describe()}")
+        say(f"note: compilation {cache.describe()}")
     check_mesh(layout)
     limit = measure_read_bandwidth(layout.mesh)
 
@@ -140,33 +159,26 @@ def generate(args: argparse.Namespace) -> None:
     decoder = Decoder(model.config, params, layout, dtype, layers=args.layers)
     load_s = opened + time.perf_counter() - began
 
-    groups = [prompts[at : at + args.batch] for at in range(0, len(prompts), args.batch)]
-    done: list[Completion] = []
-    timings: list[Timing] = []
-    text_out = sys.stderr if args.json == "-" else sys.stdout
-    for group in groups:
+    # With --json -, standard output holds JSON alone, and --quiet drops the rest.
+    text_out = sys.stdout if args.json != "-" else None if args.quiet else sys.stderr
+    screen = _Screen(text_out, alone=len(prompts) == 1, bare=args.quiet)
+    groups = []
+    for at in range(0, len(prompts), args.batch):
+        own = prompts[at : at + args.batch]
         generation = TextGeneration(
             decoder,
             tokenizer,
-            [prompt.tokens for prompt in group],
+            [prompt.tokens for prompt in own],
             max_new_tokens=args.max_new_tokens,
-            max_len=args.max_len,
+            max_len=max_len,
             sampling=sampling,
             stop=args.stop,
-            continuation=[prompt.continues for prompt in group],
+            continuation=[prompt.continues for prompt in own],
         )
-        for _, text in generation:
-            if len(prompts) == 1:
-                print(text, end="", flush=True, file=text_out)
-        if len(prompts) == 1:
-            print(file=text_out)
-        else:
-            for prompt, completion in zip(group, generation.completions, strict=True):
-                print(f"### {prompt.text}\n{completion.text}\n", flush=True, file=text_out)
-        done += generation.completions
-        timings.append(generation.timing)
+        screen.show(own, generation)
+        groups.append(Group(own, generation.completions, generation.timing))
 
-    facts = _facts(args, decoder, prompts, groups, done, timings, limit, cache, load_s, sampling)
+    facts = _facts(args, decoder, max_len, groups, limit, cache, load_s, sampling)
     if not args.quiet:
         print("\n" + "\n".join(report_lines(facts)), file=text_out)
     if args.json:
@@ -176,9 +188,7 @@ def generate(args: argparse.Namespace) -> None:
 def _sampling(args: argparse.Namespace) -> SamplingParams:
     filters = {"--top-k": args.top_k != 0, "--top-p": args.top_p != 1, "--min-p": args.min_p != 0}
     given = [name for name, used in filters.items() if used]
-    if given and args.temperature == 0:
-        raise UsageError(f"{', '.join(given)} has no effect at temperature 0, which is greedy; add --temperature")
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -186,50 +196,120 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
+    if given and args.temperature == 0:
+        verb = "has" if len(given) == 1 else "have"
+        raise UsageError(f"{', '.join(given)} {verb} no effect at temperature 0, which is greedy; add --temperature")
+    return sampling
 
 
-def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every prompt that was asked for, in the order --chat, --prompt, --prompts-file."""
+def _asked(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The messages to answer, and the texts to continue: those of --prompt, then those of --prompts-file."""
     if args.system is not None and not args.chat:
         raise UsageError("--system goes with --chat: a plain --prompt has no system message")
-    system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    prompts = [
-        Prompt(text, tokenizer.encode_chat([*system, {"role": "user", "content": text}]), continues=False)
-        for text in args.chat
-    ]
-    texts = list(args.prompt)
-    if args.prompts_file:
-        texts += _lines(args.prompts_file)
-    prompts += [Prompt(text, tokenizer.encode(text), continues=True) for text in texts]
-    if not prompts:
+    texts = list(args.prompt) + (_lines(args.prompts_file) if args.prompts_file else [])
+    if not args.chat and not texts:
         raise UsageError('nothing to do: give --chat "a message", --prompt "a text", or --prompts-file PATH')
-    return prompts
+    return list(args.chat), texts
 
 
 def _lines(path: str) -> list[str]:
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --prompts-file {path}: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read --prompts-file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--prompts-file {path} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
+    # Not str.splitlines, which also cuts at characters that a prompt may hold, such as U+2028.
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
-        raise UsageError(f"--prompts-file {path} holds no prompt")
+        raise UsageError(f"--prompts-file {path} holds no prompt: it is empty, or blank lines")
     return lines
+
+
+def _prompts(chats: list[str], texts: list[str], system: str | None, tokenizer: Tokenizer) -> list[Prompt]:
+    """Every prompt as tokens, in the order --chat, --prompt, --prompts-file."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    answered = [
+        Prompt(text, tokenizer.encode_chat([*first, {"role": "user", "content": text}]), continues=False)
+        for text in chats
+    ]
+    return answered + [Prompt(text, tokenizer.encode(text), continues=True) for text in texts]
+
+
+def _room(prompts: list[Prompt], config: LlamaConfig, new_tokens: int, max_len: int | None) -> int:
+    """The ``max_len`` of every group: as asked, or what the longest prompt and its output need.
+
+    Raises:
+        PromptError: an empty prompt, or tokens that the model does not have.
+        CacheOverflowError: a prompt that does not fit.
+    """
+    for row, prompt in enumerate(prompts):
+        if not prompt.tokens:
+            raise PromptError(f"prompt {row} ({prompt.text!r}) is empty: it has no token; give some text to continue")
+        if max(prompt.tokens) >= config.vocab_size:
+            raise PromptError(
+                f"prompt {row} has token id {max(prompt.tokens)}, and this model's ids end at {config.vocab_size - 1}: "
+                f"its tokenizer and its weights do not belong together"
+            )
+    lens = [len(prompt.tokens) for prompt in prompts]
+    max_len = max_len or min(max(lens) + new_tokens, config.max_position_embeddings)
+    check_fits(config, lens, max_len)
+    return max_len
+
+
+class _Screen:
+    """Shows texts as they arrive: one prompt's token by token, several prompts' each when it and those before are done.
+
+    Args:
+        out: where to; None shows nothing.
+        alone: there is one prompt in all.
+        bare: leave out the prompts that head several texts.
+    """
+
+    def __init__(self, out: TextIO | None, *, alone: bool, bare: bool):
+        self.out, self.alone, self.bare = out, alone, bare
+
+    def show(self, prompts: list[Prompt], generation: TextGeneration) -> None:
+        """Run a generation to its end, printing it."""
+        shown = 0
+        for _, text in generation:
+            if self.alone:
+                self._print(text)
+                continue
+            while shown < len(prompts) and generation.completions[shown].finish_reason:
+                self._print_whole(prompts[shown], generation.completions[shown])
+                shown += 1
+        if self.alone:
+            self._print("\n")
+        else:
+            for prompt, completion in zip(prompts[shown:], generation.completions[shown:], strict=True):
+                self._print_whole(prompt, completion)
+
+    def _print_whole(self, prompt: Prompt, completion: Completion) -> None:
+        self._print(f"{completion.text}\n" if self.bare else f"### {prompt.text}\n{completion.text}\n\n")
+
+    def _print(self, text: str) -> None:
+        if self.out is not None:
+            print(text, end="", flush=True, file=self.out)
 
 
 def _facts(
     args: argparse.Namespace,
     decoder: Decoder,
-    prompts: list[Prompt],
-    groups: list[list[Prompt]],
-    done: list[Completion],
-    timings: list[Timing],
-    limit: Any,
+    max_len: int,
+    groups: list[Group],
+    limit: Bandwidth,
     cache: CompileCache,
     load_s: float,
     sampling: SamplingParams,
 ) -> dict[str, Any]:
-    """Everything measured, as JSON. The first prompt's result is at the top level, all of them in ``completions``."""
+    """Everything measured, as JSON. The first prompt's result is at the top level, all of them in ``completions``.
+
+    Times and bytes are those of the groups as large as the first: the last may be smaller, and faster for it.
+    """
     results = [
         {
             "token_ids": one.token_ids,
@@ -239,34 +319,45 @@ def _facts(
             "prompt_tokens": one.prompt_tokens,
             "generated_tokens": len(one.token_ids),
         }
-        for one in done
+        for group in groups
+        for one in group.completions
     ]
-    batch = len(groups[0])
-    context = round(statistics.mean(one.prompt_tokens + len(one.token_ids) / 2 for one in done[:batch]))
-    longest = max(len(prompt.tokens) for prompt in groups[0])
-    max_len = args.max_len or decoder.room_for(longest, args.max_new_tokens)
+    prompts = [prompt.text for group in groups for prompt in group.prompts]
+    batch = len(groups[0].prompts)
+    alike = [group for group in groups if len(group.prompts) == batch]
+    context = round(
+        statistics.mean(one.prompt_tokens + len(one.token_ids) / 2 for group in alike for one in group.completions)
+    )
+    timings = [group.timing for group in alike]
     hlo_text = decoder.decode_program(batch, max_len, sampling.form).as_text()
-    tpots = [timing.tpot_s for timing in timings if timing.tpot_s is not None]
-    tpot_s = statistics.median(tpots) if tpots else None
-    rates = [timing.tokens_per_s for timing in timings if timing.tokens_per_s is not None]
+    tpot_s = _median(timing.tpot_s for timing in timings)
     return {
         **results[0],
-        "completions": results,
+        "completions": [{"prompt": prompt, **result} for prompt, result in zip(prompts, results, strict=True)],
         "model": args.model,
         "dtype": decoder.dtype.name,
         "layers": args.layers,
         "batch": batch,
+        "max_len": max_len,
+        "context": context,
+        "sampling": asdict(sampling),
         "load_s": load_s,
         "compile_s": decoder.compile_s,
         "compile_cache": cache.describe(),
-        "ttft_s": statistics.median(timing.ttft_s for timing in timings if timing.ttft_s is not None),
+        "ttft_s": _median(timing.ttft_s for timing in timings),
         "tpot_s": tpot_s,
         "tpot_samples_s": [sample for timing in timings for sample in timing.step_samples_s],
-        "tokens_per_s": statistics.median(rates) if rates else None,
+        "tokens_per_s": _median(timing.tokens_per_s for timing in timings),
         **step_facts(decoder, step_bytes(decoder, batch, context), tpot_s, limit, hlo_text),
         "versions": versions(),
         "device": device_facts(),
     }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median of what was measured, or None where nothing was."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _to_stderr(line: str) -> None:

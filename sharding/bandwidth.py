@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -26,51 +27,67 @@ class Bandwidth:
     devices: int
     samples: tuple[float, ...]
 
+    @classmethod
+    def of(cls, samples: Sequence[float], devices: int) -> Bandwidth:
+        """The best of the samples and not the median: interference only ever makes a read slower, and a limit is
+        what the machine can do."""
+        return cls(max(samples), devices, tuple(samples))
+
     @property
     def total(self) -> float:
         return self.per_device * self.devices
 
 
-def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeats: int = 7) -> Bandwidth:
-    """Best of ``repeats`` timed reads of a float32 buffer split over the mesh.
-
-    The best and not the median: interference only ever makes a read slower, and a limit is what the machine
-    can do.
+class ReadProbe:
+    """A float32 buffer split over a mesh, and a compiled program that reads it once.
 
     Args:
-        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a share
-            of the last-level cache) and 1 GiB a device elsewhere.
+        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a share of the
+            last-level cache) and 1 GiB a device elsewhere.
     """
-    devices = mesh.devices.size
-    if total_bytes is None:
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        total_bytes = 512 << 20 if on_cpu else (1 << 30) * devices
-    rows = max(1, total_bytes // (4 * COLUMNS * devices)) * devices
-    split = PartitionSpec(mesh.axis_names)
-    make = jax.jit(lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split))
-    buffer = make()
 
-    def read(buffer: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.dot_general(x, buffer, (((1,), (1,)), ((), ())))
+    def __init__(self, mesh: Mesh, *, total_bytes: int | None = None):
+        self.devices = mesh.devices.size
+        if total_bytes is None:
+            on_cpu = mesh.devices.flat[0].platform == "cpu"
+            total_bytes = 512 << 20 if on_cpu else (1 << 30) * self.devices
+        rows = max(1, total_bytes // (4 * COLUMNS * self.devices)) * self.devices
+        split = PartitionSpec(mesh.axis_names)
+        make = jax.jit(lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split))
+        self.buffer = make()
 
-    run = jax.jit(
-        jax.shard_map(
-            read,
-            mesh=mesh,
-            in_specs=(split, PartitionSpec()),
-            out_specs=PartitionSpec(None, mesh.axis_names),
-            check_vma=False,
+        def read(buffer: jax.Array, x: jax.Array) -> jax.Array:
+            return lax.dot_general(x, buffer, (((1,), (1,)), ((), ())))
+
+        self._run = jax.jit(
+            jax.shard_map(
+                read,
+                mesh=mesh,
+                in_specs=(split, PartitionSpec()),
+                out_specs=PartitionSpec(None, mesh.axis_names),
+                check_vma=False,
+            )
         )
-    )
-    x = jnp.ones((1, COLUMNS), jnp.float32)
-    jax.block_until_ready(run(buffer, x))
-    samples = []
-    for _ in range(repeats):
+        self._x = jnp.ones((1, COLUMNS), jnp.float32)
+        jax.block_until_ready(self._run(self.buffer, self._x))  # compiles, and is not timed
+
+    def sample(self) -> float:
+        """Bytes/s of one device in one timed read."""
         began = time.perf_counter()
-        jax.block_until_ready(run(buffer, x))
-        samples.append(buffer.nbytes / devices / (time.perf_counter() - began))
-    buffer.delete()
-    return Bandwidth(max(samples), devices, tuple(samples))
+        jax.block_until_ready(self._run(self.buffer, self._x))
+        return self.buffer.nbytes / self.devices / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Free the buffer."""
+        self.buffer.delete()
+
+
+def measure_read_bandwidth(mesh: Mesh, *, total_bytes: int | None = None, repeats: int = 7) -> Bandwidth:
+    """``repeats`` timed reads of a ``ReadProbe``."""
+    probe = ReadProbe(mesh, total_bytes=total_bytes)
+    samples = [probe.sample() for _ in range(repeats)]
+    probe.close()
+    return Bandwidth.of(samples, probe.devices)
 
 
 def median_bandwidth(bandwidth: Bandwidth) -> float:

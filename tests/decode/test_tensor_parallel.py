@@ -48,6 +48,7 @@ def check_rows(found: list[Row], expected: list[Row]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.xdist_group("small-tp")
 def test_the_degrees_cover_every_branch() -> None:
     """Split heads alone, split positions alone, and both; twice the KV heads; and sizes that must be padded."""
     demo = [factorise(tp, 3) for tp in DEMO_DEGREES]
@@ -58,6 +59,7 @@ def test_the_degrees_cover_every_branch() -> None:
     assert layout.padding((SMALL.intermediate_size + 1, 1), ("ff", None)) == 4
 
 
+@pytest.mark.xdist_group("small-tp")
 @pytest.mark.parametrize("tp", DEGREES)
 def test_small_model(tp: int) -> None:
     text = [some_tokens(SMALL, 60)]
@@ -87,28 +89,43 @@ SAMPLERS = {
 }
 
 
+# Each part of the sampler on two meshes and all of them on five: a program is compiled for every pair.
+SAMPLED = [
+    *[("temperature", tp) for tp in (2, 8)],
+    *[("top-k", tp) for tp in (3, 5)],
+    *[("top-p", tp) for tp in (4, 8)],
+    *[("min-p", tp) for tp in (2, 5)],
+    *[("repetition-penalty", tp) for tp in (3, 4)],
+    *[("penalised-greedy", tp) for tp in (5, 8)],
+    *[("together", tp) for tp in (2, 3, 4, 5, 8)],
+]
+ONE_LAYER = replace(SMALL, num_layers=1)
+
+
 @functools.cache
 def sampled_on_one(name: str) -> list[Row]:
-    return run(small_decoder(1), prompts(), 25, SAMPLERS[name])
+    return run(small_decoder(1, ONE_LAYER), prompts(), 25, SAMPLERS[name])
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.xdist_group("small-tp-sampled")
+@pytest.mark.parametrize(("name", "tp"), SAMPLED)
 def test_same_seed_same_text(name: str, tp: int) -> None:
-    found = run(small_decoder(tp), prompts(), 25, SAMPLERS[name])
+    found = run(small_decoder(tp, ONE_LAYER), prompts(), 25, SAMPLERS[name])
     check_rows(found, sampled_on_one(name))
 
 
+@pytest.mark.xdist_group("small-tp-sampled")
 def test_samplers_differ_from_each_other_and_by_seed() -> None:
     """Else the test above would show nothing."""
     texts = [tuple(row.tokens) for name in SAMPLERS for row in sampled_on_one(name)]
-    texts += [tuple(row.tokens) for row in run(small_decoder(1), prompts(), 25, replace(HOT, seed=1))]
+    again = run(small_decoder(1, ONE_LAYER), prompts(), 25, replace(HOT, seed=1))
+    texts += [tuple(row.tokens) for row in again]
     assert len(set(texts)) == len(texts)
 
 
 @functools.cache
 def demo_sampled_on_one() -> list[Row]:
-    return run(make_decoder(demo_model(), layers="scan"), demo_prompts(), 24, SAMPLERS["together"])
+    return run(make_decoder(demo_model(), layers="scan"), demo_prompts(), 16, SAMPLERS["together"])
 
 
 def demo_prompts() -> list[list[int]]:
@@ -118,6 +135,6 @@ def demo_prompts() -> list[list[int]]:
 @pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("tp", DEMO_DEGREES)
 def test_demo_model_same_seed_same_text(tp: int) -> None:
-    found = run(make_decoder(demo_model(), tp, layers="scan"), demo_prompts(), 24, SAMPLERS["together"])
+    found = run(make_decoder(demo_model(), tp, layers="scan"), demo_prompts(), 16, SAMPLERS["together"])
     check_rows(found, demo_sampled_on_one())
     assert found[0].tokens != found[1].tokens

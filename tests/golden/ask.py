@@ -19,8 +19,12 @@ CHECKOUT = SIDE.parents[2]
 
 @dataclass(frozen=True)
 class Answer:
-    """made_with: package -> version. models: name -> arrays, rope: name -> arrays; see `transformers_side`."""
+    """made_with: package -> version. models: name -> arrays, rope: name -> arrays; see `transformers_side`.
 
+    folder: where the request and its files are.
+    """
+
+    folder: Path
     made_with: dict[str, str]
     models: dict[str, dict[str, np.ndarray]]
     rope: dict[str, np.ndarray]
@@ -38,6 +42,7 @@ def ask_transformers(
     if done.returncode:
         raise RuntimeError(f"transformers_side failed:\n{done.stderr[-4000:]}")
     return Answer(
+        work,
         json.loads((work / "made_with.json").read_text()),
         {model["name"]: _arrays(work / f"{model['name']}.npz") for model in models},
         _arrays(work / "rope.npz") if rope else {},

@@ -8,7 +8,8 @@ leaves the checkout out. Needs torch and transformers; imports nothing of this r
 
 REQUEST is {"models": [...], "rope": {...}}, either may be absent. A model is {"name", "folder", "config" (arguments of
 LlamaConfig, to be written to the folder's config.json in transformers' form; null: it has one), "logits": [token ids,
-...], "greedy": [[token ids, new tokens], ...], "dtype"}. "rope" is {"positions": [...], "configs": {name: arguments}}.
+...], "greedy": [[token ids, new tokens], ...], "save": a folder for transformers to save the model to in shards of
+"shard_size"}. "rope" is {"positions": [...], "configs": {name: arguments}}.
 FOLDER receives `<name>.npz` for each model (logits_0 [T, V], greedy_0 [new], margin_0 [new]: the best logit minus the
 second best), `rope.npz` (<name>/inv_freq, cos, sin) and `made_with.json`.
 """
@@ -49,13 +50,14 @@ def run_model(request: dict[str, Any]) -> dict[str, np.ndarray]:
     if request.get("config") is not None:
         config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **request["config"])
         config.save_pretrained(request["folder"])
-    dtype = getattr(torch, request.get("dtype", "float32"))
     model, report = transformers.LlamaForCausalLM.from_pretrained(
-        request["folder"], dtype=dtype, output_loading_info=True
+        request["folder"], dtype=torch.float32, output_loading_info=True
     )
     if any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         raise SystemExit(f"transformers did not find the checkpoint it expects in {request['folder']}: {report}")
     model.eval()
+    if "save" in request:
+        model.save_pretrained(request["save"], max_shard_size=request["shard_size"])
     found = {}
     for index, tokens in enumerate(request.get("logits", ())):
         found[f"logits_{index}"] = model(torch.tensor([tokens])).logits[0].float().numpy()

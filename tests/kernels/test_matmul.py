@@ -61,5 +61,5 @@ def test_padding_columns_add_nothing() -> None:
 
 def test_unknown_implementation() -> None:
     x, weight = operands((1,), 4, 4, jnp.float32)
-    with pytest.raises(KernelError, match="matmul has no implementation 'cublas'; it has xla, .*reference"):
+    with pytest.raises(KernelError, match=r"matmul has no implementation 'cublas'; it has xla, .*reference"):
         matmul(x, weight, platform="gpu", implementation="cublas")

@@ -72,6 +72,7 @@ def test_logits(name: str, tp: int, layers: LayersForm) -> None:
         np.testing.assert_allclose(found[row], expected(config, tokens), rtol=0, atol=2e-5)
 
 
+@pytest.mark.xdist_group("lengths")
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33])
 def test_lengths_around_a_compiled_size(length: int) -> None:
     """A piece is padded to 16, 32, 64; what is computed for the padding is seen nowhere."""

@@ -1,0 +1,44 @@
+"""Random weights for measuring a shape whose checkpoint is not at hand, each device making its own slice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.checkpoint.parameters import abstract_leaves
+from model.config import LlamaConfig
+from model.llama import LayersForm
+from sharding.layout import Layout
+
+
+def random_params(
+    config: LlamaConfig, layout: Layout, dtype: Any, *, layers: LayersForm = "unrolled", seed: int = 0
+) -> dict[tuple[str | int, ...], jax.Array]:
+    """Parameters by path, as a loader would place them: uniform noise scaled by 1 / sqrt(fan-in), norms of ones.
+
+    Values come from an integer hash of each element's index, which is as fast as memory; they are for timing, where
+    the values matter only in that they are finite. Padding is noise too, and bounded like the rest.
+    """
+    params = {}
+    for index, (path, leaf) in enumerate(abstract_leaves(config, layers).items()):
+        shape = layout.padded_shape(leaf.shape, leaf.axes)
+        fan_in = math.prod(leaf.shape[-1:])
+        scale = None if "norm" in str(path[-2]) else fan_in**-0.5
+        make = jax.jit(_noise, static_argnums=(0, 1, 2), out_shardings=layout.sharding(leaf.axes))
+        params[path] = make(shape, jnp.dtype(dtype), scale, np.uint32(seed * 1_000_003 + index))
+    return params
+
+
+def _noise(shape: tuple[int, ...], dtype: jnp.dtype, scale: float | None, salt: jax.Array) -> jax.Array:
+    if scale is None:
+        return jnp.ones(shape, dtype)
+    bits = salt * jnp.uint32(0x9E3779B9)
+    for axis in range(len(shape)):
+        bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x85EBCA6B)
+        bits = bits ^ (bits >> 15)
+    uniform = (bits >> 8).astype(jnp.float32) * 2**-24
+    return ((uniform - 0.5) * (scale * 12**0.5)).astype(dtype)
