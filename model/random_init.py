@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,8 @@ from sharding.layout import Layout
 def random_params(
     config: LlamaConfig, layout: Layout, dtype: Any, *, layers: LayersForm = "unrolled", seed: int = 0
 ) -> dict[tuple[str | int, ...], jax.Array]:
-    """Parameters by path, as a loader would place them: uniform noise scaled by 1 / sqrt(fan-in), norms of ones.
+    """Parameters by path, as a loader would place them: uniform noise of standard deviation
+    1 / sqrt(size of the last axis), and norms of ones.
 
     Values come from an integer hash of each element's index, which is as fast as memory; they are for timing, where
     the values matter only in that they are finite. Padding is noise too, and bounded like the rest.
@@ -26,8 +26,7 @@ def random_params(
     params = {}
     for index, (path, leaf) in enumerate(abstract_leaves(config, layers).items()):
         shape = layout.padded_shape(leaf.shape, leaf.axes)
-        fan_in = math.prod(leaf.shape[-1:])
-        scale = None if "norm" in str(path[-2]) else fan_in**-0.5
+        scale = None if "norm" in str(path[-2]) else leaf.shape[-1] ** -0.5
         make = jax.jit(_noise, static_argnums=(0, 1, 2), out_shardings=layout.sharding(leaf.axes))
         params[path] = make(shape, jnp.dtype(dtype), scale, np.uint32(seed * 1_000_003 + index))
     return params
@@ -38,7 +37,10 @@ def _noise(shape: tuple[int, ...], dtype: jnp.dtype, scale: float | None, salt: 
         return jnp.ones(shape, dtype)
     bits = salt * jnp.uint32(0x9E3779B9)
     for axis in range(len(shape)):
-        bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x85EBCA6B)
-        bits = bits ^ (bits >> 15)
+        # The finaliser of MurmurHash3 (Appleby) after each index, so that near rows have nothing in common.
+        bits = bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+        bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+        bits = bits ^ (bits >> 16)
     uniform = (bits >> 8).astype(jnp.float32) * 2**-24
     return ((uniform - 0.5) * (scale * 12**0.5)).astype(dtype)

@@ -111,8 +111,10 @@ def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
         started = True
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        raise UsageError(f"JAX cannot start: {' '.join(str(error).split())}") from None
+    except (RuntimeError, AssertionError) as error:  # what JAX raises for a platform it cannot use, or cannot find
+        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+        named = f" on the platforms {asked!r} (JAX_PLATFORMS)" if asked else ""
+        raise UsageError(f"JAX cannot start{named}: {error or 'no such device here'}") from None
     if started and cpu_devices is not None and (devices[0].platform != "cpu" or len(devices) < cpu_devices):
         raise UsageError(
             f"--cpu-devices {cpu_devices} comes too late: JAX has started in this process with {len(devices)} "

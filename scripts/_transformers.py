@@ -32,7 +32,11 @@ class TransformersChain:
         assert model.source is not None
         self.torch, self.steps, self.context = torch, steps, context
         self.name = f"transformers {transformers.__version__}"
-        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**model.config.to_hf())).float().eval()
+        try:
+            config = transformers.LlamaConfig(**model.config.to_hf())
+        except Exception as error:  # its own checks of a config have classes of their own
+            raise UsageError(f"transformers refuses this model: {error}") from None
+        self.model = transformers.LlamaForCausalLM(config).float().eval()
         weights = {
             name: torch.from_numpy(model.source.read(name, slice(0, tensor.shape[0])).astype(np.float32))
             for name, tensor in model.source.tensors.items()

@@ -208,13 +208,13 @@ def _ours(
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
     chain = Chain(decoder, args.batch, args.context, args.steps)
-    return Contestant(chain, "shardstream", dtype, layout.tp, load_s)
+    return Contestant(chain, "shardstream", DTYPES[dtype], layout.tp, load_s)
 
 
 def _peer(args: argparse.Namespace, model: ResolvedModel) -> Contestant:
     began = time.perf_counter()
     chain = TransformersChain(model, args.batch, args.context, args.steps)
-    return Contestant(chain, chain.name, "f32", 1, time.perf_counter() - began)
+    return Contestant(chain, chain.name, DTYPES["f32"], 1, time.perf_counter() - began)
 
 
 def _measure(

@@ -159,6 +159,7 @@ def generate(args: argparse.Namespace) -> None:
     decoder = Decoder(model.config, params, layout, dtype, layers=args.layers)
     load_s = opened + time.perf_counter() - began
 
+    say(f"loaded in {load_s:.1f} s; compiling")
     # With --json -, standard output holds JSON alone, and --quiet drops the rest.
     text_out = sys.stdout if args.json != "-" else None if args.quiet else sys.stderr
     screen = _Screen(text_out, alone=len(prompts) == 1, bare=args.quiet)

@@ -12,7 +12,7 @@ from jax import lax
 
 from kernels.cache_attention.partial import MASKED, Partial, from_storage
 
-BLOCK = 256
+BLOCK = 128
 """Slots read a loop iteration. Larger reads more past a short conversation; smaller loops more often."""
 
 
@@ -62,9 +62,11 @@ def cache_attention(
         jnp.full(shape, MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
-    if block == S:
+    if block == S and T > 1:
         done = step(0, empty)
     else:
+        # A decode step loops even over one block: outside a loop XLA:CPU fuses the cache's update into its reading,
+        # and copies the whole cache to do so.
         # Slots of this device that hold a position up to the last of any row.
         filled = lax.div(jnp.max(positions) - offset + stride, np.int32(stride))
         done = lax.fori_loop(0, lax.div(filled + block - 1, np.int32(block)), step, empty)

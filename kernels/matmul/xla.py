@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,13 +27,28 @@ def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
             x, weight = lax.optimization_barrier((x, weight))
             return jnp.sum(weight.astype(jnp.float32)[None] * x.astype(jnp.float32)[:, None, :], axis=-1)
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # float32 stays float32 where the default is less; bf16 is as it is
-        preferred_element_type=jnp.float32,
-    )
+    # float32 stays float32 where the platform's default is less; bf16 is as it is.
+    form = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    blocks = _row_blocks(*x.shape[:1], weight.shape[0]) if platform == "cpu" else 1
+    if blocks == 1:
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), **form)
+    split = weight.reshape(blocks, -1, weight.shape[1])
+    out = lax.dot_general(jnp.broadcast_to(x, (blocks, *x.shape)), split, (((2,), (2,)), ((0,), (0,))), **form)
+    return out.transpose(1, 0, 2).reshape(x.shape[0], weight.shape[0])
+
+
+def _row_blocks(rows: int, outputs: int) -> int:
+    """Into how many blocks of outputs XLA:CPU should be given a product, as one batched dot.
+
+    XLA:CPU runs a small matrix-vector product on one thread, and a large one in pieces too long for the caches; the
+    blocks of a batch are what it hands to its threads. Measured on 2 cores in us, plain / as chosen here, at 1 row:
+    [960, 576] 195 / 122, [576, 576] 136 / 78, [3072, 576] 372 / 318, [576, 1536] 198 / 167, [49152, 576] 5649 / 3514;
+    at 8 rows: 832 / 459, 398 / 296, 1056 / 850, 796 / 474, 16373 / 9395; at 128 rows 10 to 25 % less.
+    """
+    blocks = 2 if rows > 1 else (32 if outputs >= 16384 else 8)
+    while outputs % blocks:
+        blocks //= 2
+    return blocks
 
 
 PIECE = 64
@@ -48,7 +65,6 @@ def matmul_pieces(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Arra
     count = -(-size // PIECE)
     bounds = [size * index // count for index in range(count + 1)]
     parts = [
-        matmul(x[:, start:end], weight[:, start:end], platform=platform)
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        matmul(x[:, start:end], weight[:, start:end], platform=platform) for start, end in itertools.pairwise(bounds)
     ]
     return sum(parts[1:], parts[0])

@@ -15,10 +15,10 @@ from tests.decode.running import demo_decoder, golden_demo, golden_model, golden
 from tests.golden.cases import CASES, checksum, tensors, tokens
 
 RANDOM_TOLERANCE = 5e-5
-"""Both sides are float32 and sum in different orders; ten times the largest difference seen."""
+"""Both sides are float32 and sum in different orders; twice the largest difference seen."""
 
 DEMO_TOLERANCE = 2e-3
-"""30 layers deep, on logits up to 40."""
+"""30 layers deep, on logits up to 35; the largest difference seen is 7e-5."""
 
 
 def check_logits(logits: np.ndarray, golden: dict[str, Any], positions: list[int], tolerance: float) -> None:

@@ -171,7 +171,7 @@ def numpy_kept(scores: np.ndarray, params: SamplingParams) -> set[int] | None:
 
 FLOATS = st.one_of(
     st.integers(-3, 3).map(float),  # ties
-    st.floats(-20, 20, width=32),
+    st.floats(-20, 20, width=32, allow_subnormal=False),  # the hardware may take those for 0
     st.sampled_from([-0.0, 0.0, 1e-30, -1e-30, 3e38, -3e38, 1e5, -1e5]),
 )
 

@@ -123,6 +123,13 @@ def test_samplers_differ_from_each_other_and_by_seed() -> None:
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.xdist_group("small-tp-sampled")
+def test_noise_is_new_at_every_position() -> None:
+    """Far above any logit only the noise speaks, and it names another token each time."""
+    for row in run(small_decoder(2, ONE_LAYER), prompts(), 25, replace(HOT, temperature=1e6)):
+        assert len(set(row.tokens)) > 15
+
+
 @functools.cache
 def demo_sampled_on_one() -> list[Row]:
     return run(make_decoder(demo_model(), layers="scan"), demo_prompts(), 16, SAMPLERS["together"])

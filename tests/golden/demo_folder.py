@@ -52,7 +52,8 @@ def write_demo(folder: Path, file: Path) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": field("context_length"),
-        "rms_norm_eps": float(field("attention.layer_norm_rms_epsilon")),
+        # A float32 in the file; 1e-05 is what it stands for.
+        "rms_norm_eps": float(str(np.float32(field("attention.layer_norm_rms_epsilon")))),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(field("rope.freq_base"))},
         "tie_word_embeddings": "output.weight" not in {tensor.name for tensor in reader.tensors},
         "bos_token_id": 1,

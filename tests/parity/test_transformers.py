@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,6 @@ from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables
 from tests.decode.running import (
     demo_decoder,
-    demo_model,
     golden_demo,
     golden_model,
     golden_random,
@@ -39,7 +39,7 @@ for package in ("torch", "transformers"):
         pytest.skip(f"{package} is not installed (the parity extra)", allow_module_level=True)
 
 RANDOM_TOLERANCE = 5e-5
-"""Both sides are float32 and sum in different orders; ten times the largest difference seen."""
+"""Both sides are float32 and sum in different orders; twice the largest difference seen."""
 
 DEMO_TOLERANCE = 2e-3
 NEW_TOKENS = 64
@@ -151,20 +151,6 @@ class TestDemoModel:
         for index, row in enumerate(rows):
             assert row.tokens == demo_answer[f"greedy_{index}"].tolist()
 
-    def test_weights_are_dequantised_alike(self, tmp_path: Path, demo_gguf: Path) -> None:
-        """The folder that transformers reads comes from the `gguf` package; ours loads to the same values."""
-        config = write_demo(tmp_path, demo_gguf)
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
-        folder, file = open_model(str(tmp_path)), demo_model()
-        # The two formats name the same model, save for what GGUF says of padding.
-        same = [one for one in vars(folder.config) if one != "pad_token_id"]
-        assert [getattr(folder.config, one) for one in same] == [getattr(file.config, one) for one in same]
-        layout = demo_decoder().layout
-        one, other = (model.load_params(layout, "float32", progress=False) for model in (folder, file))
-        assert one.keys() == other.keys()
-        for path, value in one.items():
-            np.testing.assert_array_equal(value, other[path], err_msg=str(path))
-
 
 def test_transformers_never_sees_our_kernels_package(tmp_path: Path) -> None:
     """A package `kernels` of Hugging Face's, installed beside this checkout, is the one its process imports.
@@ -179,7 +165,7 @@ def test_transformers_never_sees_our_kernels_package(tmp_path: Path) -> None:
     probe = "import importlib.util; print(importlib.util.find_spec('kernels').origin)"
     for folder in (CHECKOUT, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", ":".join(search))
+            patch.setenv("PYTHONPATH", os.pathsep.join(search))
             done = subprocess.run(
                 [sys.executable, "-P", "-c", probe],
                 env=clean_environment(),
