@@ -121,12 +121,13 @@ class Decoder:
             NumericsError: NaN logits.
         """
         sampling = sampling or SamplingParams()
+        if max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        self.step_args(stop_token_ids, sampling)  # refuses too many stop tokens before anything runs
         self._check_prompts(prompts)
         lens = [len(prompt) for prompt in prompts]
         max_len = self.room_for(max(lens), max_new_tokens) if max_len is None else max_len
         check_fits(self.config, lens, max_len)
-        if max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if steps_per_dispatch is not None and not 1 <= steps_per_dispatch <= MAX_STEPS:
             raise PromptError(f"steps_per_dispatch is {steps_per_dispatch}; it must be from 1 to {MAX_STEPS}")
         self.prepare(lens, max_len, sampling)
@@ -143,7 +144,7 @@ class Decoder:
             raise PromptError(f"logits takes rows of one length, got lengths {[len(row) for row in tokens]}")
         B, T = len(tokens), len(tokens[0])
         max_len = self.room_for(T, 1)
-        if T > max_len:
+        if max_len < T:
             raise CacheOverflowError(f"rows have {T} tokens; this model allows {max_len}")
         cache = self.make_cache(B, max_len)
         out = []

@@ -209,7 +209,8 @@ class Programs:
     def all_logits(self) -> Callable[..., Any]:
         """(params, cache, tokens [B, T], start []) -> (cache, logits [B, T, V padded]): every position's logits.
 
-        For evaluation, so sums are taken in pieces to round less. The result stays split over the vocabulary; the caller decides to gather it.
+        For evaluation, so sums are taken in pieces to round less. The result stays split over the vocabulary; the
+        caller decides to gather it.
         """
 
         def run(

@@ -37,6 +37,9 @@ def cache_attention(
     row_last = jnp.max(positions, axis=1).reshape(B, 1, 1, 1)
 
     def read(cache: jax.Array, start: jax.Array | int) -> jax.Array:
+        # Where the cache is one block the slice is all of it. XLA:CPU then drops the slice, moves the reading out of
+        # the loop and into the cache's update, and copies the whole cache to do so; the barrier keeps it here.
+        cache, start = lax.optimization_barrier((cache, start))
         return from_storage(lax.dynamic_slice(cache, (layer, 0, 0, start, 0), (1, B, K, block, H))[0])
 
     def step(index: jax.Array | int, carry: Partial) -> Partial:
@@ -65,8 +68,7 @@ def cache_attention(
     if block == S and T > 1:
         done = step(0, empty)
     else:
-        # A decode step loops even over one block: outside a loop XLA:CPU fuses the cache's update into its reading,
-        # and copies the whole cache to do so.
+        # A decode step loops even over one block, so that its reading stays apart from the cache's update (see read).
         # Slots of this device that hold a position up to the last of any row.
         filled = lax.div(jnp.max(positions) - offset + stride, np.int32(stride))
         done = lax.fori_loop(0, lax.div(filled + block - 1, np.int32(block)), step, empty)

@@ -29,7 +29,7 @@ def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     # float32 stays float32 where the platform's default is less; bf16 is as it is.
     form = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    blocks = _row_blocks(*x.shape[:1], weight.shape[0]) if platform == "cpu" else 1
+    blocks = _row_blocks(x.shape[0], weight.shape[0]) if platform == "cpu" else 1
     if blocks == 1:
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), **form)
     split = weight.reshape(blocks, -1, weight.shape[1])

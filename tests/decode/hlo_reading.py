@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from sharding.hlo import type_bytes
-
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
@@ -19,11 +17,11 @@ NO_WORK = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "condi
 
 
 class Instruction(NamedTuple):
-    """One instruction that fills a buffer; for a fusion, ``opcode`` is what produces its result."""
+    """One instruction that fills a buffer of ``type``; for a fusion, ``opcode`` is what produces its result."""
 
     opcode: str
+    type: str
     elements: int
-    nbytes: int
     text: str
 
 
@@ -42,7 +40,7 @@ def buffers(hlo_text: str) -> list[Instruction]:
         if one[4] == "fusion" and (called := _CALLED.search(one[5]))
     }
     return [
-        Instruction(_producer(one, computations), _elements(one[3]), type_bytes(one[3]), one[0].strip())
+        Instruction(_producer(one, computations), one[3], _elements(one[3]), one[0].strip())
         for name, instructions in computations.items()
         if name not in fused
         for one in instructions

@@ -19,7 +19,6 @@ from decode.decoder import Decoder
 from decode.sampling import SamplingParams
 from decode.step import Programs
 from kernels.cache_attention.xla import BLOCK
-from kernels.matmul.xla import STREAMED_ROWS
 from model.config import LlamaConfig
 from roofline.case import Case
 from roofline.step_collectives import SAMPLER_BYTES, step_collectives
@@ -30,7 +29,7 @@ from tests.decode.hlo_reading import aliases, buffers, loops
 
 pytestmark = pytest.mark.xdist_group("compiled")  # one worker compiles each program once
 
-# Llama's proportions, small.
+# Llama's proportions, small. Caches of 2048 positions are many blocks of attention.
 LLAMA = LlamaConfig(
     vocab_size=1000,
     hidden_size=256,
@@ -45,8 +44,11 @@ LLAMA = LlamaConfig(
     tie_word_embeddings=False,
 )
 TWO_HEADS = replace(LLAMA, num_kv_heads=2, vocab_size=997, tie_word_embeddings=True)
-MAX_LEN = 2048
+LONG = 2048
 L = LLAMA.num_layers
+LARGE = 16384
+"""Elements; one row of activations or logits has about a thousand."""
+UPDATES = ("dynamic-update-slice", "scatter")
 GREEDY = SamplingParams()
 FILTERED = SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
@@ -64,8 +66,15 @@ def decoder(config: LlamaConfig, tp: int, dtype: Any = F32) -> Decoder:
 
 
 @functools.cache
-def program(config: LlamaConfig, tp: int, dtype: Any = F32, batch: int = 1, sampling: SamplingParams = GREEDY) -> Any:
-    return decoder(config, tp, dtype).decode_program(batch, MAX_LEN, sampling.form)
+def program(
+    config: LlamaConfig,
+    tp: int,
+    dtype: Any = F32,
+    batch: int = 1,
+    max_len: int = LONG,
+    sampling: SamplingParams = GREEDY,
+) -> Any:
+    return decoder(config, tp, dtype).decode_program(batch, max_len, sampling.form)
 
 
 class Sizes(NamedTuple):
@@ -76,16 +85,13 @@ class Sizes(NamedTuple):
     block: int
 
 
-def local_sizes(config: LlamaConfig, tp: int, batch: int = 1) -> Sizes:
+def local_sizes(config: LlamaConfig, tp: int, batch: int = 1, max_len: int = LONG) -> Sizes:
     one = decoder(config, tp)
     shapes = zip(one.programs.shapes, one.programs.axes, strict=True)
     matrices = [math.prod(one.layout.local_shape(leaf.shape, axes)) for leaf, axes in shapes if len(leaf.shape) > 1]
-    slots = capacity(MAX_LEN, one.layout.kv_seq) // one.layout.kv_seq
+    slots = capacity(max_len, one.layout.kv_seq) // one.layout.kv_seq
     slot = batch * config.num_kv_heads // one.layout.kv_head * config.head_dim
-    sizes = Sizes(min(matrices), slots * slot, BLOCK * slot)
-    assert slots > BLOCK
-    assert sizes.block not in (*matrices, sizes.cache)
-    return sizes
+    return Sizes(min(matrices), slots * slot, min(BLOCK, slots) * slot)
 
 
 # --- collectives ---
@@ -131,7 +137,7 @@ def test_no_weight_and_no_cache_crosses_devices(config: LlamaConfig, tp: int) ->
 
 def test_filters_add_small_sums_and_never_gather_logits() -> None:
     batch = 3
-    found = collectives(program(LLAMA, 4, F32, batch, FILTERED).as_text())
+    found = collectives(program(LLAMA, 4, F32, batch, sampling=FILTERED).as_text())
     assert [one.result_bytes for one in found if one.kind == "all-gather"] == [batch * SAMPLER_BYTES * 4]
     layers = 4 * batch * LLAMA.hidden_size
     sums = [one for one in found if one.kind == "all-reduce" and one.result_bytes != layers]
@@ -144,47 +150,53 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "tp", "dtype", "batch"),
+    ("config", "tp", "dtype", "batch", "max_len"),
     [
-        (LLAMA, 1, F32, 1),
-        (LLAMA, 1, BF16, 1),
-        (LLAMA, 1, BF16, STREAMED_ROWS),
-        (LLAMA, 1, F32, UNROLLED_ROWS + 1),
-        (LLAMA, 4, F32, 1),
-        (LLAMA, 4, BF16, 1),
-        (TWO_HEADS, 8, F32, 1),
+        (LLAMA, 1, F32, 1, LONG),
+        (LLAMA, 1, BF16, 1, LONG),
+        (LLAMA, 1, F32, UNROLLED_ROWS + 1, LONG),
+        (LLAMA, 4, F32, 1, LONG),
+        (LLAMA, 4, BF16, 1, LONG),
+        (TWO_HEADS, 8, F32, 1, LONG),
     ],
 )
 class TestMemory:
-    def test_the_cache_is_written_in_place(self, config: LlamaConfig, tp: int, dtype: Any, batch: int) -> None:
+    def test_the_cache_is_written_in_place(
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+    ) -> None:
         """Every cache array of the result is the buffer of the one passed in."""
-        compiled = program(config, tp, dtype, batch)
+        compiled = program(config, tp, dtype, batch, max_len)
         parameters = len(decoder(config, tp, dtype).params)
         expected = {index: parameters + index for index in range(2 * L)}
         found = aliases(compiled.as_text())
         assert {output: found.get(output) for output in expected} == expected
-        cache = local_sizes(config, tp, batch).cache
+        cache = local_sizes(config, tp, batch, max_len).cache
         assert compiled.memory_analysis().alias_size_in_bytes >= 2 * L * cache * dtype.itemsize
 
-    def test_no_copy_of_a_weight_or_of_the_cache(self, config: LlamaConfig, tp: int, dtype: Any, batch: int) -> None:
-        """Nothing fills a buffer that large (a copy, a conversion, a transpose), but updates of the cache in place."""
-        sizes = local_sizes(config, tp, batch)
-        limit = min(sizes.matrix, sizes.cache)
-        written = buffers(program(config, tp, dtype, batch).as_text())
-        large = [one for one in written if one.elements >= limit and one.elements != sizes.block]
-        updates = [one for one in large if one.opcode in ("dynamic-update-slice", "scatter")]
-        assert [one for one in large if one not in updates] == []
-        assert len(updates) >= 2 * L  # the reading does see what is large
-        assert {one.elements for one in updates} == {sizes.cache}
-
-    def test_scratch_memory_is_smaller_than_any_of_them(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int
+    def test_no_copy_of_a_weight_or_of_the_cache(
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
     ) -> None:
-        """Whatever the text says: the buffers that XLA sets aside beside arguments and results."""
-        sizes = local_sizes(config, tp, batch)
-        scratch = program(config, tp, dtype, batch).memory_analysis().temp_size_in_bytes
+        """Nothing fills a buffer that large (a copy, a conversion, a transpose), but updates of the cache in place.
+
+        The blocks that attention reads are another matter: a batch of them may be larger than a matrix.
+        """
+        sizes = local_sizes(config, tp, batch, max_len)
+        written = buffers(program(config, tp, dtype, batch, max_len).as_text())
+        updates = [one for one in written if one.opcode in UPDATES and one.elements == sizes.cache]
+        assert len(updates) == 2 * L * (batch if batch <= UNROLLED_ROWS else 1)
+        assert len({one.type for one in updates}) == 1
+        assert [one for one in written if one.type == updates[0].type and one not in updates] == []
+        large = [one for one in written if one.elements >= min(sizes.matrix, LARGE) and one not in updates]
+        assert [one for one in large if "/attention/while/body/" not in one.text] == []
+
+    def test_scratch_memory_is_smaller_than_a_matrix(
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+    ) -> None:
+        """Whatever the text says: the buffers that XLA sets aside beside arguments, results and blocks."""
+        sizes = local_sizes(config, tp, batch, max_len)
+        scratch = program(config, tp, dtype, batch, max_len).memory_analysis().temp_size_in_bytes
         blocks = 2 * 4 * sizes.block  # of keys and of values, in float32 whatever the matrices' dtype
-        assert scratch < blocks + 4 * min(sizes.matrix, sizes.cache)
+        assert scratch < blocks + 4 * sizes.matrix
 
 
 # --- the length of the conversation ---
@@ -198,7 +210,7 @@ def test_attention_runs_over_as_many_blocks_as_are_filled(
 ) -> None:
     """One loop a layer whose trip count is found at run time. tests/kernels counts the blocks it reads."""
     batch = 3 if sampling is FILTERED else 1
-    text = program(config, tp, F32, batch, sampling).as_text()
+    text = program(config, tp, F32, batch, sampling=sampling).as_text()
     assert loops(text, "attention/while") == [False] * L
     filters = loops(text, "body/while")
     assert filters == ([True] * 2 if sampling is FILTERED else [])  # the reading does see fixed counts

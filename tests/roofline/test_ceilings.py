@@ -40,7 +40,8 @@ def test_batch_shares_the_weights_but_not_the_caches():
 def test_what_does_not_fit_says_by_how_much_and_where_it_would():
     case = Case(LLAMA_70B, context=8_000)
     fit = memory_fit(H100, case)
-    assert not fit.fits and fit.largest_batch == 0
+    assert not fit.fits
+    assert fit.largest_batch == 0
     assert fit.free_bytes == pytest.approx(80e9 - 2 * 70_553_706_496 - 8_000 * 327_680)
     assert smallest_tp(H100, case) == 2
     assert memory_fit(H100, case.at(tp=2)).fits

@@ -115,9 +115,11 @@ def test_alpha_beta_recovers_an_exact_line():
 
 def test_alpha_beta_never_goes_negative():
     flat = AlphaBeta.from_samples("all_reduce", 2, [(1e3, 2e-5), (1e6, 1e-5)])
-    assert flat.bytes_per_s == float("inf") and 1e-5 <= flat.alpha_s <= 2e-5
+    assert flat.bytes_per_s == float("inf")
+    assert 1e-5 <= flat.alpha_s <= 2e-5
     steep = AlphaBeta.from_samples("all_reduce", 2, [(1e3, 1e-9), (1e6, 1e-3)])
-    assert steep.alpha_s == 0.0 and steep.bytes_per_s > 0
+    assert steep.alpha_s == 0.0
+    assert steep.bytes_per_s > 0
 
 
 def test_alpha_beta_needs_two_sizes():

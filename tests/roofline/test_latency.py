@@ -138,7 +138,9 @@ def test_the_verdict_on_a_loss_on_overhead_and_on_success():
     overhead = judge({1: flat(weights=0.1, layers=2.0), 2: flat(weights=0.05, layers=2.0)})
     assert overhead.stopped_by == "layers"
     good = judge({1: flat(weights=2.0), 2: flat(weights=1.0)})
-    assert good.stopped_by is None and good.pays_until == 2 and "100%" in good.text
+    assert good.stopped_by is None
+    assert good.pays_until == 2
+    assert "100%" in good.text
     assert "nothing to compare" in judge({4: flat(weights=1.0)}).text
     with pytest.raises(RooflineError, match="one or more"):
         judge({})

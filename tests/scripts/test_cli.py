@@ -159,7 +159,7 @@ def test_devices_are_fixed_once_jax_has_started() -> None:
     for cpu_devices, spare in ((None, 1), (None, 100), (8, 1), (2, 1)):
         set_up(cpu_devices, spare=spare)
         assert (jax.device_count(), jax.config.jax_num_cpu_devices) == (8, count)
-    with pytest.raises(UsageError, match="--cpu-devices 9 comes too late: JAX has started .* with 8 cpu devices"):
+    with pytest.raises(UsageError, match=r"--cpu-devices 9 comes too late: JAX has started .* with 8 cpu devices"):
         set_up(9)
 
 

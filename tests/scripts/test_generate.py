@@ -299,7 +299,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
         ([*hello, "--json", tmp_path], "it is a folder"),
         (["--prompts-file", tmp_path / "gone.txt"], "gone.txt: No such file or directory"),
         (["--prompts-file", tmp_path], "Is a directory"),
-        (["--prompts-file", tmp_path / "latin.txt"], "latin.txt is not UTF-8 text: byte 3 is 0xe9"),
+        (["--prompts-file", tmp_path / "latin.txt"], "latin.txt is not UTF-8: byte 3 is 0xe9"),
         (["--prompts-file", tmp_path / "blank.txt"], "blank.txt holds no prompt"),
         (["--model", tmp_path / "gone", "--prompt", "Hi"], "there is no file or folder"),
         (["--model", "llama-3-8b", "--prompt", "Hi"], "is a preset"),

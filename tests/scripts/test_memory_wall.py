@@ -71,7 +71,8 @@ def test_the_table_shows_formulas_and_fits_a_terminal(capsys):
     assert max(len(line) for line in out.splitlines()) <= 110
     for text in ("295 op/byte", "C / B", "327,680 B", "140.0 GB", "P x 2 bytes", "23.9", "18.4", "41.8 ms"):
         assert text in out
-    assert "1,955 op/byte" in out and "1.00 op/byte" in out
+    assert "1,955 op/byte" in out
+    assert "1.00 op/byte" in out
     assert "beyond the 8,192 positions" in out
     assert "\x1b" not in out
 
@@ -103,7 +104,8 @@ def test_more_devices_than_the_wires_join_is_said(capsys):
 
 def test_the_verdict_is_in_words(capsys):
     _, out, _ = run(capsys, "--model", "llama-3.2-1b", "--chip", "v5e", "--tp", "1,2,4,8,16")
-    assert "collectives are" in out and "gains" in out
+    assert "collectives are" in out
+    assert "gains" in out
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,11 @@ def test_the_verdict_is_in_words(capsys):
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, options, message):
     code, out, err = run(capsys, *options)
-    assert code == 2 and out == ""
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -151,14 +156,16 @@ def test_a_model_folder_and_a_config_file(tmp_path):
 def test_a_broken_config_is_named(tmp_path, capsys, text, message):
     (tmp_path / "config.json").write_text(text)
     code, _, err = run(capsys, "--model", str(tmp_path))
-    assert code == 2 and message in err
+    assert code == 2
+    assert message in err
 
 
 def test_a_damaged_gguf_is_an_error(tmp_path, capsys):
     pytest.importorskip("gguf")
     (tmp_path / "x.gguf").write_bytes(b"not a model" * 10)
     code, _, err = run(capsys, "--model", str(tmp_path / "x.gguf"))
-    assert code == 2 and "x.gguf" in err
+    assert code == 2
+    assert "x.gguf" in err
 
 
 def test_a_path_is_titled_by_its_last_name(tmp_path, capsys):
@@ -173,9 +180,11 @@ def test_options_that_would_do_nothing_are_refused(tmp_path, capsys):
     (tmp_path / "c.json").write_text("{")
     measured = ["--collectives", str(tmp_path / "c.json")]
     code, _, err = run(capsys, *BASE, *measured, "--collective-scale", "2")
-    assert code == 2 and "do not apply" in err
+    assert code == 2
+    assert "do not apply" in err
     code, _, err = run(capsys, *BASE, *measured)
-    assert code == 2 and "is not JSON" in err
+    assert code == 2
+    assert "is not JSON" in err
 
 
 def test_a_chip_file_and_measured_collectives(tmp_path, capsys):
@@ -202,7 +211,8 @@ def test_the_cpu_is_measured_on_the_spot_and_labelled(capsys, monkeypatch):
     monkeypatch.setattr(roofline.cpu, "measure_cpu", lambda: quick)
     code, out, _ = run(capsys, "--model", "smollm2-135m", "--chip", "cpu", "--context", "2000")
     assert code == 0
-    assert "measured on this machine" in out and "datasheet" not in out
+    assert "measured on this machine" in out
+    assert "datasheet" not in out
     assert "1/n each" in out
 
 
@@ -249,7 +259,8 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path, capsys, m
 
     monkeypatch.setattr(builtins, "__import__", without)
     code, _, err = run(capsys, *BASE, "--plot", str(tmp_path / "wall.png"))
-    assert code == 2 and "pip install matplotlib" in err
+    assert code == 2
+    assert "pip install matplotlib" in err
 
 
 def test_text_helpers():
