@@ -248,10 +248,10 @@ class Llama(nnx.Module):
         """Rows of the vocabulary-split table: the device that holds a row sends it, all others send zeros."""
         table = self.embed.weight[...]
         if axis_size(TENSOR) == 1:
-            return _take_rows(table, tokens, self.embed.build.platform)
+            return jnp.take(table, tokens, axis=0, mode="clip")
         local = tokens - tensor_index() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = _take_rows(table, jnp.where(mine, local, 0), self.embed.build.platform)
+        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0, mode="clip")
         return all_reduce_sum(jnp.where(mine[..., None], rows, 0))
 
     def _scan(
@@ -265,14 +265,6 @@ class Llama(nnx.Module):
 
         (x, cache), _ = lax.scan(body, (x, cache), (weights, jnp.arange(self.config.num_layers)))
         return x, cache
-
-
-def _take_rows(table: jax.Array, ids: jax.Array, platform: str) -> jax.Array:
-    """Rows ``ids`` of a table. On CPU, bf16 rows go as their bits: XLA:CPU gathers from a float32 copy."""
-    if platform == "cpu" and table.dtype == jnp.bfloat16:
-        bits = jnp.take(lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0, mode="clip")
-        return lax.bitcast_convert_type(bits, jnp.bfloat16)
-    return jnp.take(table, ids, axis=0, mode="clip")
 
 
 def _param(shape: Sequence[int], axes: Sequence[str | None], build: Build) -> nnx.Param:

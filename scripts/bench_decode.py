@@ -277,6 +277,10 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
         f"{run['layers']} layers, {run['rounds']} samples of {run['steps']} steps;\n"
         f"{device['kind']}, {device['cpu_cores']} CPU cores, jax {run['versions']['jax']}"
     )
+    if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):
+        title += (
+            "\nthe devices are fake: they share these cores and their memory, so tp > 1 shows that it works, not a gain"
+        )
     cells = [HEAD, *map(_cells, results)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

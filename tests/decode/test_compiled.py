@@ -153,10 +153,8 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
     ("config", "tp", "dtype", "batch", "max_len"),
     [
         (LLAMA, 1, F32, 1, LONG),
-        (LLAMA, 1, BF16, 1, LONG),
         (LLAMA, 1, F32, UNROLLED_ROWS + 1, LONG),
         (LLAMA, 4, F32, 1, LONG),
-        (LLAMA, 4, BF16, 1, LONG),
         (TWO_HEADS, 8, F32, 1, LONG),
     ],
 )
