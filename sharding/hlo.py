@@ -22,6 +22,11 @@ _COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective instruction: its kind and the bytes of its result on one device."""
@@ -50,8 +55,31 @@ def collectives(hlo_text: str) -> list[Collective]:
 
 
 def count_collectives(hlo_text: str) -> dict[str, int]:
-    """How many collectives of each kind the program text holds; kinds with none are left out."""
-    return dict(sorted(Counter(one.kind for one in collectives(hlo_text)).items()))
+    """How many collectives of each kind one run of the program makes; kinds with none are left out.
+
+    A loop whose trip count XLA knows (scanned layers) counts that often; one it does not know (the decode loop)
+    counts once, so the result is of one decode step.
+    """
+    computations: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in hlo_text.splitlines():
+        if head := _COMPUTATION.match(line):
+            name = head[2]
+            entry = name if head[1] else entry
+        elif name:
+            computations.setdefault(name, []).append(line)
+    found: Counter[str] = Counter()
+    waiting = [(entry, 1)]
+    while waiting:
+        name, times = waiting.pop()
+        lines = computations.get(name, [])
+        for one in collectives("\n".join(lines)):
+            found[one.kind] += times
+        for line in lines:
+            trips = _TRIPS.search(line)
+            for called in _CALLED.findall(line):
+                waiting.append((called, times * int(trips[1]) if trips else times))
+    return dict(sorted(found.items()))
 
 
 def type_bytes(type_text: str) -> int:

@@ -24,6 +24,7 @@ ENTRY %main (p: f32[2,8]) -> f32[8,8] {
   exchanged = f32[4,2]{1,0} all-to-all(p), dimensions={0}
   %note = f32[] fusion(%gathered), calls=%f, metadata={op_name="jit(run)/ all-reduce(x)"}
   %user = (f32[1]{0}, f32[2]{0}) fusion(%gathered), kind=kLoop, calls=%f, backend_config="(a) all-reduce(b)"
+  %loop = (s32[], f32[2,8]) while(%init), condition=%more, body=%body
   ROOT %copy = f32[8,8]{1,0} copy(%gathered)
 }
 """
@@ -38,6 +39,11 @@ def test_every_form_is_counted_once_with_its_bytes() -> None:
     ]
     assert count_collectives(PROGRAM) == {"all-gather": 1, "all-reduce": 2, "all-to-all": 1}
     assert count_collectives("") == {}
+
+
+def test_a_loop_of_known_length_counts_each_trip() -> None:
+    known = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert count_collectives(known) == {"all-gather": 1, "all-reduce": 6, "all-to-all": 1}
 
 
 @pytest.mark.parametrize(
