@@ -246,7 +246,8 @@ class Llama(nnx.Module):
 
     def _look_up(self, tokens: jax.Array) -> jax.Array:
         """Rows of the vocabulary-split table: the device that holds a row sends it, all others send zeros."""
-        table = self.embed.weight[...]
+        # The barrier keeps XLA:CPU from widening the whole bf16 table to float32 ahead of the decode loop.
+        table, tokens = lax.optimization_barrier((self.embed.weight[...], tokens))
         if axis_size(TENSOR) == 1:
             return jnp.take(table, tokens, axis=0, mode="clip")
         local = tokens - tensor_index() * table.shape[0]

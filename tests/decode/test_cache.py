@@ -162,7 +162,7 @@ def test_a_bucket_holds_its_piece_and_splits_evenly(length: int, kv_seq: int) ->
     size = bucket(length, kv_seq)
     assert size % kv_seq == 0
     assert min(length, chunk) <= size <= chunk
-    assert size < 2 * length + max(16, kv_seq)
+    assert size < max(2 * length, 17) + kv_seq
 
 
 @given(kv_seq=KV_SEQS)

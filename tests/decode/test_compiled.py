@@ -19,6 +19,7 @@ from decode.decoder import Decoder
 from decode.sampling import SamplingParams
 from decode.step import Programs
 from kernels.cache_attention.xla import BLOCK
+from kernels.matmul.xla import STREAMED_ROWS
 from model.config import LlamaConfig
 from roofline.case import Case
 from roofline.step_collectives import SAMPLER_BYTES, step_collectives
@@ -29,7 +30,7 @@ from tests.decode.hlo_reading import aliases, buffers, loops
 
 pytestmark = pytest.mark.xdist_group("compiled")  # one worker compiles each program once
 
-# Llama's proportions, small. Caches of 2048 positions are many blocks of attention.
+# Llama's proportions, small. Caches of 2048 positions are many blocks of attention, those of 64 less than one.
 LLAMA = LlamaConfig(
     vocab_size=1000,
     hidden_size=256,
@@ -44,7 +45,7 @@ LLAMA = LlamaConfig(
     tie_word_embeddings=False,
 )
 TWO_HEADS = replace(LLAMA, num_kv_heads=2, vocab_size=997, tie_word_embeddings=True)
-LONG = 2048
+LONG, SHORT = 2048, 64
 L = LLAMA.num_layers
 LARGE = 16384
 """Elements; one row of activations or logits has about a thousand."""
@@ -153,9 +154,16 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
     ("config", "tp", "dtype", "batch", "max_len"),
     [
         (LLAMA, 1, F32, 1, LONG),
+        (LLAMA, 1, F32, 1, SHORT),
+        (LLAMA, 1, BF16, 1, LONG),
+        (LLAMA, 1, BF16, 1, SHORT),
+        (LLAMA, 1, BF16, STREAMED_ROWS, LONG),
         (LLAMA, 1, F32, UNROLLED_ROWS + 1, LONG),
+        (LLAMA, 1, F32, UNROLLED_ROWS + 1, SHORT),
         (LLAMA, 4, F32, 1, LONG),
+        (LLAMA, 4, BF16, 1, LONG),
         (TWO_HEADS, 8, F32, 1, LONG),
+        (TWO_HEADS, 4, F32, 1, SHORT),
     ],
 )
 class TestMemory:
