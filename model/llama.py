@@ -22,6 +22,9 @@ from jax import lax
 from kernels.cache_attention import Partial
 from kernels.cache_attention.partial import merge
 from kernels.matmul import matmul
+from kernels.normed_gate import normed_gate
+from kernels.normed_matmul import normed_matmul
+from kernels.rms_norm import rms_norm
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables, rotate
 from sharding.collectives import all_gather, all_reduce_sum, axis_size, exchange_heads, tensor_index
@@ -34,13 +37,17 @@ LayersForm = Literal["unrolled", "scan"]
 class Build:
     """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
     stacked in front of each parameter (None: one module a layer), and a matmul kernel chosen by hand (None: the
-    platform's own).
+    platform's best).
     """
 
     dtype: Any
     platform: str
     stack: int | None = None
     matmul: str | None = None
+
+    def kernel(self) -> dict[str, Any]:
+        """What every product is told."""
+        return {"platform": self.platform, "implementation": self.matmul}
 
 
 class Cache(Protocol):
@@ -70,24 +77,26 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
+        return matmul(x, self._flat(), out_dtype=out_dtype, **self.build.kernel())
+
+    def of_normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
+        """The product of ``norm(x)``."""
+        return normed_matmul(x, norm.weight[...], norm.eps, self._flat(), **self.build.kernel())
+
+    def _flat(self) -> jax.Array:
         weight = self.weight[...]
-        flat = weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
-        return matmul(x, flat, platform=self.build.platform, out_dtype=out_dtype, implementation=self.build.matmul)
+        return weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019), statistics in float32."""
+    """x / rms(x) * weight: its parameter, and ``kernels.rms_norm``."""
 
     def __init__(self, size: int, eps: float, build: Build):
         self.eps = eps
         self.weight = _param((size,), (None,), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        # A dot with itself: one small kernel, where XLA splits a reduction over D into three.
-        square = jnp.einsum("...d,...d->...", wide, wide, precision=lax.Precision.HIGHEST)[..., None]
-        wide = wide * lax.rsqrt(square / x.shape[-1] + self.eps)
-        return self.weight[...] * wide.astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -102,15 +111,16 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        norm: RMSNorm,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         cache: C,
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
-        """x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
+        """norm(x) for x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
         B, T, _ = x.shape
         G, H = self.group, self.head_dim
-        fused = self.qkv(x).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
+        fused = self.qkv.of_normed(x, norm).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
         if self.qkv.bias is not None:
             fused = fused + self.qkv.bias[...]
         fused = all_gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
@@ -155,12 +165,12 @@ class MLP(nnx.Module):
         self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
         self.down = Linear((D, F), (None, "ff"), build, bias=bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D], summed over devices."""
-        both = self.gate_up(x).reshape(*x.shape[:2], *self.gate_up.weight.shape[:2])
-        if self.gate_up.bias is not None:
-            both = both + self.gate_up.bias[...]
-        inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+    def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
+        """norm(x) for x [B, T, D] -> [B, T, D], summed over devices."""
+        bias = None if self.gate_up.bias is None else self.gate_up.bias[...]
+        inner = normed_gate(
+            x, norm.weight[...], norm.eps, self.gate_up.weight[...], bias, **self.gate_up.build.kernel()
+        )
         out = all_reduce_sum(self.down(inner, out_dtype=jnp.float32))
         if self.down.bias is not None:
             out = out + self.down.bias[...]
@@ -185,10 +195,10 @@ class Block(nnx.Module):
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
         with jax.named_scope("attention"):
-            mixed, cache = self.attention(self.attention_norm(x), rope, positions, cache, layer)
+            mixed, cache = self.attention(x, self.attention_norm, rope, positions, cache, layer)
         x = x + mixed
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), cache
+            return x + self.mlp(x, self.mlp_norm), cache
 
 
 class Llama(nnx.Module):

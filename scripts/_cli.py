@@ -20,7 +20,7 @@ from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
 from kernels.select import KernelError
-from model.cache_dir import cache_dir
+from kernels.cache_dir import cache_dir
 from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
 from model.tokenizer import TokenizerError

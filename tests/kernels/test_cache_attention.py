@@ -63,10 +63,11 @@ def check(found: Partial, expected: tuple[np.ndarray, np.ndarray], tolerance: fl
     assert (np.asarray(found.out)[~seen] == 0).all()
 
 
-HOW = [("reference", "cpu", TIGHT), ("xla", "cpu", TIGHT), (None, "tpu", TIGHT)]
+HOW = [("reference", "cpu", TIGHT), ("xla", "cpu", TIGHT), ("cpu_native", "cpu", TIGHT), (None, "tpu", TIGHT)]
 STORAGE = [
     ("reference", "cpu", TIGHT),
     ("xla", "cpu", TIGHT),
+    ("cpu_native", "cpu", TIGHT),
     (None, "cpu", TIGHT),
     ("xla", "tpu", BF16),
 ]

@@ -13,7 +13,12 @@ from kernels.matmul import IMPLEMENTATIONS, matmul
 from kernels.matmul.xla import STREAMED_ROWS
 from kernels.select import KernelError
 
-HOW = [(implementation, platform) for implementation in (None, *IMPLEMENTATIONS) for platform in ("cpu", "tpu")]
+HOW = [
+    (implementation, platform)
+    for implementation in (None, *IMPLEMENTATIONS)
+    for platform in ("cpu", "tpu")
+    if implementation != "cpu_native" or platform == "cpu"
+]
 ROWS = [(1,), (3,), (STREAMED_ROWS,), (STREAMED_ROWS + 1,), (2, 9), (2, 2, 2)]
 
 
