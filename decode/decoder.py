@@ -27,6 +27,7 @@ from decode.sampling import SamplingForm, SamplingParams, SamplingValues
 from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
 
 DISPATCH_SECONDS = 0.05
@@ -66,6 +67,7 @@ class Decoder:
         dtype: float32 or bfloat16, the dtype of the parameters.
         layers: "unrolled" or "scan"; must match how ``params`` is stacked.
         cache_dtype: dtype of the KV cache; the model's when None.
+        collectives: how the devices talk in a decode step.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class Decoder:
         *,
         layers: LayersForm = "unrolled",
         cache_dtype: Any = None,
+        collectives: Collectives = DEFAULT_COLLECTIVES,
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
+        self.collectives = collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(config, self.dtype, layout, layers)
+        self.programs = Programs(config, self.dtype, layout, layers, collectives)
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}

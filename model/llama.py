@@ -4,7 +4,7 @@ Shape letters: B batch, T new positions, D hidden, N query heads, K KV heads, G 
 V vocabulary, L layers. A module is built abstract: its parameters are shapes with logical axes, and a loader places
 each device's slice. It runs inside ``jax.shard_map`` over the mesh of ``sharding.mesh``, where K, F, V and the rows of
 a head group are this device's share. Two all-reduces a layer: after the attention output and after the down
-projection.
+projection. With the "scatter" form of them the residual between two norms is this device's share of D.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.cache_attention.partial import merge
 from kernels.matmul import matmul
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables, rotate
-from sharding.collectives import all_gather, all_reduce_sum, axis_size, exchange_heads, tensor_index
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, axis_size, tensor_index
 from sharding.mesh import KV_SEQ, TENSOR
 
 LayersForm = Literal["unrolled", "scan"]
@@ -33,14 +33,15 @@ LayersForm = Literal["unrolled", "scan"]
 @dataclass(frozen=True)
 class Build:
     """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
-    stacked in front of each parameter (None: one module a layer), and a matmul kernel chosen by hand (None: the
-    platform's own).
+    stacked in front of each parameter (None: one module a layer), a matmul kernel chosen by hand (None: the platform's
+    own), and how devices add up their parts.
     """
 
     dtype: Any
     platform: str
     stack: int | None = None
     matmul: str | None = None
+    collectives: Collectives = DEFAULT_COLLECTIVES
 
 
 class Cache(Protocol):
@@ -79,14 +80,16 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019), statistics in float32."""
 
     def __init__(self, size: int, eps: float, build: Build):
-        self.eps = eps
+        self.size, self.eps, self.build = size, eps, build
         self.weight = _param((size,), (None,), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """The residual, or this device's share of it -> [B, T, D]."""
         wide = x.astype(jnp.float32)
         # A dot with itself: one small kernel, where XLA splits a reduction over D into three.
         square = jnp.einsum("...d,...d->...", wide, wide, precision=lax.Precision.HIGHEST)[..., None]
-        wide = wide * lax.rsqrt(square / x.shape[-1] + self.eps)
+        x, square = self.build.collectives.whole_hidden(x, square, self.size)
+        wide = x.astype(jnp.float32) * lax.rsqrt(square / self.size + self.eps)
         return self.weight[...] * wide.astype(x.dtype)
 
 
@@ -107,21 +110,21 @@ class Attention(nnx.Module):
         cache: C,
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
-        """x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
+        """x [B, T, D] -> what to add to the residual, and the cache with k and v of these positions in it."""
         B, T, _ = x.shape
         G, H = self.group, self.head_dim
         fused = self.qkv(x).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
         if self.qkv.bias is not None:
             fused = fused + self.qkv.bias[...]
-        fused = all_gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
+        fused = self.build.collectives.gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
         heads = fused.reshape(B, T, -1, G + 2, H)
         turned = rotate(heads[..., : G + 1, :], *rope)
         q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
         cache = cache.write(layer, k, v, positions)
         mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.build.platform)).astype(x.dtype)
-        out = all_reduce_sum(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
+        out = self.build.collectives.reduce_hidden(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
         if self.out.bias is not None:
-            out = out + self.out.bias[...]
+            out = out + self.build.collectives.hidden_share(self.out.bias[...])
         return out.astype(x.dtype), cache
 
     def _merge_members(self, partial: Partial) -> jax.Array:
@@ -138,7 +141,7 @@ class Attention(nnx.Module):
         blocks = jnp.pad(partial.out.reshape(B, T, K, G * H), pad).reshape(B, T, K, members, columns)
         stats = jnp.stack([partial.max, partial.sum], axis=-1).reshape(B, T, K, 1, 2 * G)
         sent = jnp.concatenate([blocks, jnp.broadcast_to(stats, (B, T, K, members, 2 * G))], axis=-1)
-        got = exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
+        got = self.build.collectives.exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
         top, total = jnp.moveaxis(got[..., columns:].reshape(members, B, T, K, G, 2), -1, 0)
         # Which of the group's heads each of our columns belongs to; padding columns repeat the last head and are 0.
         column = lax.axis_index(KV_SEQ) * columns + jnp.arange(columns)
@@ -152,18 +155,19 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, build: Build):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.build = build
         self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
         self.down = Linear((D, F), (None, "ff"), build, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D], summed over devices."""
+        """x [B, T, D] -> what to add to the residual."""
         both = self.gate_up(x).reshape(*x.shape[:2], *self.gate_up.weight.shape[:2])
         if self.gate_up.bias is not None:
             both = both + self.gate_up.bias[...]
         inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
-        out = all_reduce_sum(self.down(inner, out_dtype=jnp.float32))
+        out = self.build.collectives.reduce_hidden(self.down(inner, out_dtype=jnp.float32))
         if self.down.bias is not None:
-            out = out + self.down.bias[...]
+            out = out + self.build.collectives.hidden_share(self.down.bias[...])
         return out.astype(x.dtype)
 
 
@@ -205,9 +209,10 @@ class Llama(nnx.Module):
         platform: str,
         layers: LayersForm = "unrolled",
         matmul: str | None = None,
+        collectives: Collectives = DEFAULT_COLLECTIVES,
     ):
         self.config = config
-        build = Build(dtype, platform, matmul=matmul)
+        build = Build(dtype, platform, matmul=matmul, collectives=collectives)
         vocabulary = ((config.vocab_size, config.hidden_size), ("vocab", None), build)
         self.embed = Linear(*vocabulary)
         self.layers: nnx.List | Block
@@ -253,7 +258,7 @@ class Llama(nnx.Module):
         local = tokens - tensor_index() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0, mode="clip")
-        return all_reduce_sum(jnp.where(mine[..., None], rows, 0))
+        return self.norm.build.collectives.reduce_hidden(jnp.where(mine[..., None], rows, 0))
 
     def _scan(
         self, stack: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C

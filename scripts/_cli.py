@@ -25,6 +25,7 @@ from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
+from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
 from sharding.self_check import MeshFaultError
 
@@ -89,6 +90,29 @@ def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
 
 def add_device_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices")
+
+
+def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--collective",
+        choices=COLLECTIVE_FORMS,
+        help="how a decode step adds up over devices: psum, one all-reduce; scatter, a reduce-scatter and an all-gather"
+        " with the norm's sum in between; one_shot, an all-gather and a local sum (default "
+        f"{DEFAULT_COLLECTIVES.collective})",
+    )
+
+
+def chosen_collectives(collective: CollectiveForm | None, tp: int) -> Collectives:
+    """What ``--collective`` asked for, on at most ``tp`` devices.
+
+    Raises:
+        UsageError: asked for on one device, which adds up nothing.
+    """
+    if collective is None:
+        return DEFAULT_COLLECTIVES
+    if tp == 1:
+        raise UsageError(f"--collective {collective} has no effect on one device; add --tp 2 or more")
+    return Collectives(collective)
 
 
 def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:

@@ -32,8 +32,10 @@ from model.random_init import random_params
 from scripts._cli import (
     DTYPES,
     UsageError,
+    add_collective_option,
     add_device_options,
     check_writable,
+    chosen_collectives,
     device_facts,
     integers,
     positive,
@@ -46,6 +48,7 @@ from scripts._cli import (
 from scripts._report import step_bytes, step_facts
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
+from sharding.collectives import Collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from sharding.self_check import check_mesh
@@ -81,6 +84,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tp", type=integers, default=[1], metavar="LIST", help="tensor-parallel degrees, such as 1,2,4 (default 1)"
     )
     add_device_options(parser)
+    add_collective_option(parser)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
     parser.add_argument(
         "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
@@ -156,6 +160,7 @@ def bench(args: argparse.Namespace) -> None:
     check_writable(args.json)
     if args.steps > MAX_STEPS:
         raise UsageError(f"--steps is {args.steps}; one dispatch runs at most {MAX_STEPS}")
+    collectives = chosen_collectives(args.collective, max(args.tp))
     cache = set_up(args.cpu_devices, spare=max(args.tp))
     model, config = _open(args.model)
     if args.context + args.steps >= config.max_position_embeddings:
@@ -173,7 +178,11 @@ def bench(args: argparse.Namespace) -> None:
     for layout in layouts.values():
         check_mesh(layout)
 
-    ours = [functools.partial(_ours, args, model, config, dtype, layouts[tp]) for dtype in args.dtype for tp in args.tp]
+    ours = [
+        functools.partial(_ours, args, model, config, dtype, layouts[tp], collectives)
+        for dtype in args.dtype
+        for tp in args.tp
+    ]
     builders: list[Callable[[], Contestant]] = [*ours, *peers]
     turns = [[build] for build in builders] if args.one_at_a_time else [builders]
     results = [row for turn in turns for row in _measure(turn, layouts, args)]
@@ -197,14 +206,19 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def _ours(
-    args: argparse.Namespace, model: ResolvedModel | None, config: LlamaConfig, dtype: str, layout: Layout
+    args: argparse.Namespace,
+    model: ResolvedModel | None,
+    config: LlamaConfig,
+    dtype: str,
+    layout: Layout,
+    collectives: Collectives,
 ) -> Contestant:
     began = time.perf_counter()
     if model is None:
         params = random_params(config, layout, DTYPES[dtype], layers=args.layers)
     else:
         params = model.load_params(layout, DTYPES[dtype], args.layers)
-    decoder = Decoder(config, params, layout, DTYPES[dtype], layers=args.layers)
+    decoder = Decoder(config, params, layout, DTYPES[dtype], layers=args.layers, collectives=collectives)
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
     chain = Chain(decoder, args.batch, args.context, args.steps)

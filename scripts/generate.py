@@ -30,8 +30,10 @@ from model.tokenizer import StopStrings, Tokenizer
 from scripts._cli import (
     DTYPES,
     UsageError,
+    add_collective_option,
     add_device_options,
     check_writable,
+    chosen_collectives,
     default_dtype,
     device_facts,
     not_negative,
@@ -92,6 +94,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
     add_device_options(machine)
+    add_collective_option(machine)
     machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
@@ -139,6 +142,7 @@ def generate(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     model = open_model(args.model)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
+    collectives = chosen_collectives(args.collective, layout.tp)
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
     prompts = _prompts(chats, texts, args.system, tokenizer)
@@ -156,7 +160,7 @@ def generate(args: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet)
-    decoder = Decoder(model.config, params, layout, dtype, layers=args.layers)
+    decoder = Decoder(model.config, params, layout, dtype, layers=args.layers, collectives=collectives)
     load_s = opened + time.perf_counter() - began
 
     say(f"loaded in {load_s:.1f} s; compiling")

@@ -23,6 +23,7 @@ from kernels.matmul.xla import STREAMED_ROWS
 from model.config import LlamaConfig
 from roofline.case import Case
 from roofline.step_collectives import SAMPLER_BYTES, step_collectives
+from sharding.collectives import CollectiveForm, Collectives
 from sharding.hlo import collectives, count_collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
@@ -55,15 +56,16 @@ FILTERED = SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.05, repetition_penal
 
 KV_HEADS_ONLY = [(LLAMA, 2), (LLAMA, 4), (LLAMA, 8)]
 WITH_KV_SEQ = [(TWO_HEADS, 4), (TWO_HEADS, 8)]  # kv_seq 2 and 4
+PSUM = Collectives("psum")
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 @functools.cache
-def decoder(config: LlamaConfig, tp: int, dtype: Any = F32) -> Decoder:
+def decoder(config: LlamaConfig, tp: int, dtype: Any = F32, collectives: Collectives = PSUM) -> Decoder:
     layout = Layout(make_mesh(tp, config.num_kv_heads))
     programs = Programs(config, dtype, layout, "unrolled")
     shapes = dict(zip(programs.paths, programs.abstract_params(), strict=True))
-    return Decoder(config, shapes, layout, dtype)  # type: ignore[arg-type]
+    return Decoder(config, shapes, layout, dtype, collectives=collectives)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -74,8 +76,9 @@ def program(
     batch: int = 1,
     max_len: int = LONG,
     sampling: SamplingParams = GREEDY,
+    collectives: Collectives = PSUM,
 ) -> Any:
-    return decoder(config, tp, dtype).decode_program(batch, max_len, sampling.form)
+    return decoder(config, tp, dtype, collectives).decode_program(batch, max_len, sampling.form)
 
 
 class Sizes(NamedTuple):
@@ -116,13 +119,51 @@ def test_one_device_has_no_collectives() -> None:
         assert count_collectives(program(LLAMA, 1, dtype).as_text()) == {}
 
 
-@pytest.mark.parametrize(("config", "tp"), KV_HEADS_ONLY + WITH_KV_SEQ)
-def test_the_arithmetic_predicts_every_collective_and_its_bytes(config: LlamaConfig, tp: int) -> None:
+NARROW = replace(TWO_HEADS, hidden_size=250)  # does not divide over 3 or 4 devices
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "form"),
+    [
+        *[(config, tp, "psum") for config, tp in KV_HEADS_ONLY + WITH_KV_SEQ],
+        *[(config, tp, form) for form in ("scatter", "one_shot") for config, tp in ((LLAMA, 4), (TWO_HEADS, 8))],
+        (NARROW, 3, "scatter"),
+    ],
+)
+def test_the_arithmetic_predicts_every_collective_and_its_bytes(
+    config: LlamaConfig, tp: int, form: CollectiveForm
+) -> None:
     predicted: Counter[tuple[str, int]] = Counter()
-    for call in step_collectives(Case(config, dtype="f32", kv_dtype="f32", tp=tp)):
-        predicted[call.op.replace("_", "-"), int(call.nbytes)] += call.count
-    found = Counter((one.kind, one.result_bytes) for one in collectives(program(config, tp).as_text()))
-    assert found == predicted
+    for call in step_collectives(Case(config, dtype="f32", kv_dtype="f32", tp=tp, collective=form)):
+        result = call.nbytes / call.devices if call.op == "reduce_scatter" else call.nbytes
+        predicted[call.op.replace("_", "-"), int(result)] += call.count
+    text = program(config, tp, max_len=SHORT, collectives=Collectives(form)).as_text()
+    assert Counter((one.kind, one.result_bytes) for one in collectives(text)) == predicted
+
+
+@pytest.mark.parametrize(("form", "width"), [("scatter", 2), ("one_shot", 2)])
+def test_activations_travel_in_16_bits_and_sums_in_32(form: CollectiveForm, width: int) -> None:
+    case = Case(LLAMA, dtype="bf16", kv_dtype="bf16", tp=4, collective=form)
+    predicted = Counter({call.op.replace("_", "-"): 0 for call in step_collectives(case)})
+    for call in step_collectives(case):
+        predicted[call.op.replace("_", "-")] += call.count
+    text = program(LLAMA, 4, BF16, max_len=SHORT, collectives=Collectives(form)).as_text()
+    assert count_collectives(text) == predicted
+    D = LLAMA.hidden_size
+    expected = {"scatter": ("all-gather", D * width + 4 * 4), "one_shot": ("all-gather", 4 * D * 4)}[form]
+    assert sum((one.kind, one.result_bytes) == expected for one in collectives(text)) >= 2 * L
+
+
+@pytest.mark.parametrize("form", ["psum", "scatter", "one_shot"])
+def test_a_program_without_its_collectives_has_none_and_is_otherwise_as_large(form: CollectiveForm) -> None:
+    """The same matrices are read: the arguments, and the bytes of the results, are those of the whole step."""
+    whole = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form))
+    bare = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form, removed=True))
+    assert count_collectives(bare.as_text()) == {}
+    for size in ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"):
+        assert getattr(bare.memory_analysis(), size) == getattr(whole.memory_analysis(), size)
+    products = [sum(one.opcode == "dot" for one in buffers(text.as_text())) for text in (whole, bare)]
+    assert products[0] == products[1] > 0
 
 
 @pytest.mark.parametrize(("config", "tp"), KV_HEADS_ONLY + WITH_KV_SEQ)
