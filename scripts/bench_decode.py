@@ -178,11 +178,8 @@ def bench(args: argparse.Namespace) -> None:
     for layout in layouts.values():
         check_mesh(layout)
 
-    ours = [
-        functools.partial(_ours, args, model, config, dtype, layouts[tp], collectives)
-        for dtype in args.dtype
-        for tp in args.tp
-    ]
+    build = functools.partial(_ours, args, model, config, collectives)
+    ours = [functools.partial(build, dtype, layouts[tp]) for dtype in args.dtype for tp in args.tp]
     builders: list[Callable[[], Contestant]] = [*ours, *peers]
     turns = [[build] for build in builders] if args.one_at_a_time else [builders]
     results = [row for turn in turns for row in _measure(turn, layouts, args)]
@@ -209,9 +206,9 @@ def _ours(
     args: argparse.Namespace,
     model: ResolvedModel | None,
     config: LlamaConfig,
+    collectives: Collectives,
     dtype: str,
     layout: Layout,
-    collectives: Collectives,
 ) -> Contestant:
     began = time.perf_counter()
     if model is None:

@@ -184,6 +184,7 @@ def test_bad_input_is_one_line(command: Run, tiny: Path, tmp_path: Path, monkeyp
         (["--model", tiny, "--steps", "33"], "--steps is 33; one dispatch runs at most 32"),
         (["--model", tiny, "--context", "60", "--steps", "4"], "--context 60 and --steps 4 need 65 positions; this"),
         (["--model", tiny, "--tp", "1,9", *SHORT], "tp=9 (times data=1) needs 9 devices, but JAX sees 8 (cpu)"),
+        (["--model", tiny, "--collective", "one_shot", *SHORT], "--collective one_shot has no effect on one device"),
         (["--model", tmp_path / "gone"], "there is no file or folder"),
         (["--model", tiny, "--json", tmp_path], "it is a folder"),
     ]
