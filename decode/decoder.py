@@ -29,9 +29,13 @@ from model.config import LlamaConfig
 from model.llama import LayersForm
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
+from sharding.mesh import place_on_mesh
 
 DISPATCH_SECONDS = 0.05
 """How long one dispatch of decode steps should take: short enough to read as a stream, long enough to hide the host."""
+
+AGREED_STEPS = 8
+"""Decode steps a dispatch where several processes must dispatch the same without asking each other's clocks."""
 
 
 class PromptError(ValueError):
@@ -117,7 +121,8 @@ class Decoder:
         Args:
             prompts: token ids, one list a row; lengths may differ.
             max_len: positions to make room for; by default just enough, within the model's own limit.
-            steps_per_dispatch: decode steps a dispatch; by default as many as take ``DISPATCH_SECONDS``.
+            steps_per_dispatch: decode steps a dispatch; by default as many as take ``DISPATCH_SECONDS``, or
+                ``AGREED_STEPS`` where the mesh spans processes.
 
         Raises:
             PromptError: an empty prompt, or a token id outside the vocabulary.
@@ -134,6 +139,8 @@ class Decoder:
         check_fits(self.config, lens, max_len)
         if steps_per_dispatch is not None and not 1 <= steps_per_dispatch <= MAX_STEPS:
             raise PromptError(f"steps_per_dispatch is {steps_per_dispatch}; it must be from 1 to {MAX_STEPS}")
+        if steps_per_dispatch is None and self.layout.processes > 1:
+            steps_per_dispatch = AGREED_STEPS
         self.prepare(lens, max_len, sampling)
         return self._run(prompts, max_new_tokens, max_len, sampling, stop_token_ids, steps_per_dispatch)
 
@@ -303,7 +310,7 @@ class Decoder:
         return jax.ShapeDtypeStruct(self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes))
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-        return jax.device_put(value, self.layout.sharding(axes))
+        return place_on_mesh(value, self.layout.sharding(axes))
 
 
 STOP_SLOTS = 16

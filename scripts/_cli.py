@@ -25,8 +25,10 @@ from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
+from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
 from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
+from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -53,18 +55,32 @@ USER_ERRORS = (
 )
 """Errors that the person at the terminal can mend; anything else is a fault of ours, with a traceback."""
 
-BROKEN_PIPE = 128 + 13
-INTERRUPTED = 128 + 2
 
-
-def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
+def run_command(work: Callable[[], None], *, quiet: bool = False, processes: argparse.Namespace | None = None) -> int:
     """Run a command's work and return its exit status.
 
     0, or 1 after one line on stderr for an error in ``USER_ERRORS`` or a lack of memory, 130 when interrupted, and 141
     without a word when whoever read the output went away (``| head``).
 
     quiet: keep notes such as "fetching the demo model" from stderr; warnings still show.
+    processes: the options of ``add_process_options``, where the command can be one of several processes. On all but
+        process 0 the options that name files to write are set to None.
     """
+    try:
+        member = None if processes is None else join(processes)
+    except MultihostError as error:
+        print(_error_line(str(error)), file=sys.stderr)
+        return 1
+    if member is not None:
+        return run_as_member(member, lambda: _outcome(work, quiet))
+    status, told = _outcome(work, quiet)
+    if told:
+        print(told, file=sys.stderr)
+    return status
+
+
+def _outcome(work: Callable[[], None], quiet: bool) -> tuple[int, str]:
+    """Exit status and what to say on stderr."""
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? and not a traceback
@@ -73,23 +89,22 @@ def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
-        return BROKEN_PIPE
+        return BROKEN_PIPE, ""
     except USER_ERRORS as error:
-        return _fail(str(error))
+        return 1, _error_line(str(error))
     except MemoryError as error:
-        return _fail(_out_of_memory(error))
+        return 1, _error_line(_out_of_memory(error))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _fail(_out_of_memory(error))
+        return 1, _error_line(_out_of_memory(error))
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        return INTERRUPTED, "\ninterrupted"
+    return 0, ""
 
 
 def add_device_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices")
+    parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices (in each process)")
 
 
 def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -118,8 +133,9 @@ def chosen_collectives(collective: CollectiveForm | None, tp: int) -> Collective
 def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
     """Start JAX on the devices that were asked for, with the compilation cache on.
 
-    cpu_devices: run on so many fake CPU devices, whatever else the machine has.
-    spare: without ``cpu_devices``, the least number of CPU devices to make where the CPU is all there is.
+    cpu_devices: run on so many fake CPU devices in each process, whatever else the machine has.
+    spare: without ``cpu_devices``, the least number of CPU devices to make, over all processes, where the CPU is all
+        there is.
 
     Raises:
         UsageError: JAX cannot start, or was started before with other devices.
@@ -129,7 +145,7 @@ def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
         if cpu_devices is not None:
             jax.config.update("jax_num_cpu_devices", cpu_devices)
             jax.config.update("jax_platforms", "cpu")
-        elif spare > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
+        elif (spare := -(-spare // process_count())) > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", spare)
     except RuntimeError:  # the backend is up, and its number of devices fixed
         started = True
@@ -271,9 +287,8 @@ def _notes_on_stderr(level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 1
+def _error_line(message: str) -> str:
+    return "error: " + " ".join(message.split())
 
 
 def _out_of_memory(error: Exception) -> str:

@@ -50,7 +50,7 @@ from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
 from sharding.collectives import Collectives
 from sharding.layout import Layout
-from sharding.mesh import make_mesh
+from sharding.mesh import make_mesh, place_on_mesh
 from sharding.self_check import check_mesh
 
 READS = 3
@@ -132,7 +132,7 @@ class Chain:
 
     def sample(self) -> float:
         """Seconds a step of one dispatch."""
-        rows: Rows = jax.tree.map(jax.device_put, self.rows, self.shardings)
+        rows: Rows = jax.tree.map(place_on_mesh, self.rows, self.shardings)
         jax.block_until_ready((rows, self.cache))
         began = time.perf_counter()
         arguments = (self.decoder.params, self.cache, rows, self.stop_ids, np.int32(self.steps), self.values)

@@ -43,10 +43,11 @@ from scripts._cli import (
     versions,
     write_json,
 )
+from scripts._processes import add_process_options
 from scripts._report import report_lines, step_bytes, step_facts
 from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.layout import Layout
-from sharding.mesh import make_mesh
+from sharding.mesh import check_every_process_has_a_device, make_mesh
 from sharding.self_check import check_mesh
 
 
@@ -98,6 +99,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
+    add_process_options(parser)
+
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", metavar="PATH", help="write results and measurements; - puts them alone on standard output"
@@ -108,7 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    return run_command(lambda: generate(args), quiet=args.quiet)
+    return run_command(lambda: generate(args), quiet=args.quiet, processes=args)
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def generate(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     model = open_model(args.model)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
+    check_every_process_has_a_device(layout.mesh)
     collectives = chosen_collectives(args.collective, layout.tp)
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
