@@ -75,7 +75,8 @@ def start(
 
     Args:
         coordinator: ``HOST:PORT`` of process 0, which listens there; or "auto", which lets JAX ask SLURM, Open MPI,
-            Kubernetes or the Cloud TPU metadata.
+            Kubernetes or the Cloud TPU metadata. Under SLURM and Open MPI each process then sees one GPU, so start one
+            for each.
         on_loss: called on another thread with a message when a process is late, fails, is silent for ``timeout_s`` or
             goes away. The caller may be inside a collective that never returns, so it should end the process.
 
@@ -99,6 +100,8 @@ def start(
             None if coordinator == AUTO else coordinator,
             process_count,
             process_id,
+            # Left to itself, JAX would show a process that SLURM started one GPU of its host, whatever our options say.
+            cluster_detection_method=None if coordinator == AUTO else "deactivate",
             initialization_timeout=int(timeout_s + GRACE_S),
             heartbeat_timeout_seconds=int(2 * timeout_s + GRACE_S),
             shutdown_timeout_seconds=int(timeout_s + GRACE_S),

@@ -29,21 +29,38 @@ def free_port() -> int:
 
 
 def run_several(
-    module: str, folder: Path, arguments: Sequence[str | Path], fates: Sequence[str] = ("end", "end")
+    module: str,
+    folder: Path,
+    arguments: Sequence[str | Path],
+    fates: Sequence[str] = ("end", "end"),
+    *,
+    slurm: bool = False,
 ) -> list[Ended]:
-    """One process for each of ``fates`` (see ``one_of_several``), with one CPU device each.
+    """One process for each of ``fates`` (see ``one_of_several``). slurm: find each other by what SLURM would tell them.
 
     One whose fate is "absent" is not started. A process that is frozen is killed once the others have ended.
     """
     coordinator = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if slurm:
+        job = {
+            "JOB_ID": str(os.getpid()),
+            "STEP_NODELIST": "127.0.0.1",
+            "NTASKS": str(len(fates)),
+            "STEP_NUM_NODES": "1",
+        }
+        environment |= {f"SLURM_{name}": value for name, value in job.items()}
     processes = {}
     for index, fate in enumerate(fates):
         if fate == "absent":
             continue
         command = [sys.executable, "-m", "tests.scripts.one_of_several", module, fate, str(folder / f"count-{index}")]
-        command += [*map(str, arguments), "--coordinator", coordinator, "--process-count", str(len(fates))]
-        command += ["--process-id", str(index)]
+        command += map(str, arguments)
+        if slurm:
+            environment |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+            command += ["--coordinator", "auto"]
+        else:
+            command += ["--coordinator", coordinator, "--process-count", str(len(fates)), "--process-id", str(index)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes[index] = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore
     try:

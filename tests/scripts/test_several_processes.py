@@ -42,6 +42,14 @@ def test_two_processes_say_what_one_says(tiny: Path, tmp_path: Path) -> None:
     assert first.bytes_read + second.bytes_read >= whole
 
 
+def test_two_tasks_of_slurm_find_each_other(tiny: Path, tmp_path: Path) -> None:
+    first, second = run_several(GENERATE, tmp_path, options(tiny, "--json", "-", "--quiet"), slurm=True)
+    assert (first.status, second.status) == (0, 0), (first.err, second.err)
+    found = json.loads(first.out)
+    assert found["token_ids"] == answer(tiny, tokens_of(PROMPT), N)
+    assert found["device"]["processes"] == 2
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_is_killed_ends_the_other(tiny: Path, tmp_path: Path, lost: int) -> None:
     fates = ["end", "end"]
