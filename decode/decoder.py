@@ -27,10 +27,15 @@ from decode.sampling import SamplingForm, SamplingParams, SamplingValues
 from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
+from sharding.mesh import place_on_mesh
 
 DISPATCH_SECONDS = 0.05
 """How long one dispatch of decode steps should take: short enough to read as a stream, long enough to hide the host."""
+
+AGREED_STEPS = 8
+"""Decode steps a dispatch where several processes must dispatch the same without asking each other's clocks."""
 
 
 class PromptError(ValueError):
@@ -66,6 +71,8 @@ class Decoder:
         dtype: float32 or bfloat16, the dtype of the parameters.
         layers: "unrolled" or "scan"; must match how ``params`` is stacked.
         cache_dtype: dtype of the KV cache; the model's when None.
+        collectives: how the devices talk in a decode step.
+        kernels: the implementation of every kernel, "xla" or "cpu_native"; each one's best for the platform when None.
     """
 
     def __init__(
@@ -77,10 +84,13 @@ class Decoder:
         *,
         layers: LayersForm = "unrolled",
         cache_dtype: Any = None,
+        collectives: Collectives = DEFAULT_COLLECTIVES,
+        kernels: str | None = None,
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
+        self.collectives = collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(config, self.dtype, layout, layers)
+        self.programs = Programs(config, self.dtype, layout, layers, collectives, kernels)
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}
@@ -113,7 +123,8 @@ class Decoder:
         Args:
             prompts: token ids, one list a row; lengths may differ.
             max_len: positions to make room for; by default just enough, within the model's own limit.
-            steps_per_dispatch: decode steps a dispatch; by default as many as take ``DISPATCH_SECONDS``.
+            steps_per_dispatch: decode steps a dispatch; by default as many as take ``DISPATCH_SECONDS``, or
+                ``AGREED_STEPS`` where the mesh spans processes.
 
         Raises:
             PromptError: an empty prompt, or a token id outside the vocabulary.
@@ -130,6 +141,8 @@ class Decoder:
         check_fits(self.config, lens, max_len)
         if steps_per_dispatch is not None and not 1 <= steps_per_dispatch <= MAX_STEPS:
             raise PromptError(f"steps_per_dispatch is {steps_per_dispatch}; it must be from 1 to {MAX_STEPS}")
+        if steps_per_dispatch is None and self.layout.processes > 1:
+            steps_per_dispatch = AGREED_STEPS
         self.prepare(lens, max_len, sampling)
         return self._run(prompts, max_new_tokens, max_len, sampling, stop_token_ids, steps_per_dispatch)
 
@@ -299,7 +312,7 @@ class Decoder:
         return jax.ShapeDtypeStruct(self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes))
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-        return jax.device_put(value, self.layout.sharding(axes))
+        return place_on_mesh(value, self.layout.sharding(axes))
 
 
 STOP_SLOTS = 16

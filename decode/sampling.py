@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 from jax.typing import ArrayLike
 
-from sharding.collectives import all_gather, all_reduce_max, all_reduce_sum, tensor_index
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, tensor_index
 from sharding.mesh import TENSOR
 
 SMALLEST, LARGEST = 1e-20, 1e20
@@ -118,6 +118,7 @@ def sample(
     values: SamplingValues,
     form: SamplingForm,
     vocab_size: int,
+    collectives: Collectives = DEFAULT_COLLECTIVES,
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of every row.
 
@@ -140,16 +141,18 @@ def sample(
         scores = jnp.where(seen, penalised, scores)
     if form.random:
         scores = scores / values.temperature
-        scores = _filter(scores, values, form)
+        scores = _filter(scores, values, form, collectives)
         scores = scores + _gumbel(values.seed, positions, ids)
-    return _argmax(scores, logits, ids)
+    return _argmax(scores, logits, ids, collectives)
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _argmax(
+    scores: jax.Array, logits: jax.Array, ids: jax.Array, collectives: Collectives
+) -> tuple[jax.Array, jax.Array]:
     """Token with the largest score over all devices, the lowest id among equals, and its log-probability."""
     best = jnp.argmax(scores, axis=-1)  # the first of equals, so the lowest id here
     chosen = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
@@ -161,7 +164,7 @@ def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.A
     # some hardware flushes to zero.
     floats = lax.bitcast_convert_type(jnp.stack([top, chosen, peak, total]), jnp.int32)
     mine = jnp.concatenate([floats, ids[best].astype(jnp.int32)[None]])[None]  # [1, 5, B]
-    words = jnp.moveaxis(all_gather(mine, TENSOR, axis=0), 1, 0)  # [5, tp, B]
+    words = jnp.moveaxis(collectives.gather(mine, TENSOR, axis=0), 1, 0)  # [5, tp, B]
     top, chosen, peak, total = lax.bitcast_convert_type(words[:4], jnp.float32)
     winner = jnp.argmax(top, axis=0)[None]  # the first of equals, so the lowest id
     crest = jnp.max(peak, axis=0)
@@ -170,21 +173,21 @@ def _argmax(scores: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.A
     return token, logit - log_total
 
 
-def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm) -> jax.Array:
+def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm, collectives: Collectives) -> jax.Array:
     """Scores outside the top-k, then the top-p, then the min-p set become -inf. float32 [B, V / tp]."""
     if not (form.top_k or form.top_p or form.min_p):
         return scores
-    top = all_reduce_max(jnp.max(scores, axis=-1))
+    top = collectives.max(jnp.max(scores, axis=-1))
     order = _ordered(scores)
     if form.top_k:
         # The largest threshold that at least k scores reach; scores equal to the k-th stay in.
         k = jnp.asarray(values.top_k, jnp.float32)
-        cut = _largest_threshold(order, jnp.ones_like(scores), k)
+        cut = _largest_threshold(order, jnp.ones_like(scores), k, collectives)
         scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
     if form.top_p:
         mass = jnp.exp(scores - top[:, None])
-        total = all_reduce_sum(jnp.sum(mass, axis=-1))
-        cut = _largest_threshold(order, mass, values.top_p * total)
+        total = collectives.sum(jnp.sum(mass, axis=-1))
+        cut = _largest_threshold(order, mass, values.top_p * total, collectives)
         scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
     if form.min_p:
         scores = jnp.where(scores >= top[:, None] + jnp.log(values.min_p), scores, -jnp.inf)
@@ -198,12 +201,12 @@ def _ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike) -> jax.Array:
+def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike, collectives: Collectives) -> jax.Array:
     """The largest uint32 t a row with sum(weight[order >= t]) >= target over all devices; one bit a step."""
 
     def step(index: jax.Array, cut: jax.Array) -> jax.Array:
         trial = cut | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        reached = all_reduce_sum(jnp.sum(jnp.where(order >= trial[:, None], weight, 0.0), axis=-1))
+        reached = collectives.sum(jnp.sum(jnp.where(order >= trial[:, None], weight, 0.0), axis=-1))
         return jnp.where(reached >= target, trial, cut)
 
     return lax.fori_loop(0, 32, step, jnp.zeros(order.shape[:1], jnp.uint32))

@@ -7,6 +7,7 @@ row is done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from decode.cache import KVCache, cache_arrays
 from decode.sampling import SamplingForm, SamplingValues, sample
 from model.config import LlamaConfig
 from model.llama import LayersForm, Llama
-from sharding.collectives import tensor_index
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, tensor_index
 from sharding.layout import Layout
 
 MAX_STEPS = 32
@@ -59,14 +60,27 @@ class Programs:
     """Builds the jitted programs for one model on one layout. Holds no arrays.
 
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
+    ``collectives`` are those of decode steps. Prefill moves whole prompts, where bytes count and not hops, so there
+    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: Any, layout: Layout, layers: LayersForm):
-        self.config, self.layout = config, layout
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: Any,
+        layout: Layout,
+        layers: LayersForm,
+        collectives: Collectives = DEFAULT_COLLECTIVES,
+        kernels: str | None = None,
+    ):
+        self.config, self.layout, self.collectives = config, layout, collectives
         self.stacked = layers == "scan"
-        model = Llama(config, dtype, platform=layout.platform, layers=layers)
-        precise = Llama(config, dtype, platform=layout.platform, layers=layers, matmul="xla_pieces")
+        build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
+        model = build(matmul=kernels, collectives=Collectives("psum"))
+        decoding = build(matmul=kernels, collectives=collectives)
+        precise = build(matmul="xla_pieces", collectives=Collectives("psum"))
         self.graph, state = nnx.split(model)
+        self.decode_graph, _ = nnx.split(decoding)
         self.precise_graph, _ = nnx.split(precise)
         self.shapes, self.treedef = jax.tree.flatten(state)
         variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -106,7 +120,7 @@ class Programs:
             lengths: jax.Array,
             values: SamplingValues,
         ) -> tuple[KVCache, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-            model = self._model(params)
+            model = self._model(self.graph, params)
             B, T = tokens.shape
             positions = jnp.broadcast_to(start + jnp.arange(T, dtype=jnp.int32), (B, T))
             states, cache = model(tokens, positions, cache)
@@ -152,7 +166,7 @@ class Programs:
             steps: jax.Array,
             values: SamplingValues,
         ) -> tuple[KVCache, Rows, Emitted]:
-            model = self._model(params)
+            model = self._model(self.decode_graph, params)
             B = rows.token.shape[0]
             emitted = Emitted(jnp.full((MAX_STEPS, B), -1, jnp.int32), jnp.zeros((MAX_STEPS, B), jnp.float32))
 
@@ -169,7 +183,9 @@ class Programs:
                     seen = _mark(seen, rows.token[:, None], ~rows.done[:, None])
                 hidden, cache = model(rows.token[:, None], rows.length[:, None], cache)
                 logits = model.logits(hidden[:, 0])
-                token, logprob = sample(logits, rows.length + 1, seen, values, form, self.config.vocab_size)
+                token, logprob = sample(
+                    logits, rows.length + 1, seen, values, form, self.config.vocab_size, self.collectives
+                )
                 active = ~rows.done
                 length = rows.length + active
                 stopped = jnp.any(token[:, None] == stop_ids, axis=1)
@@ -216,7 +232,7 @@ class Programs:
         def run(
             params: list[jax.Array], cache: KVCache, tokens: jax.Array, start: jax.Array
         ) -> tuple[KVCache, jax.Array]:
-            model = self._model(params, precise=True)
+            model = self._model(self.precise_graph, params)
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             hidden, cache = model(tokens, positions, cache)
             return cache, model.logits(hidden)
@@ -229,8 +245,8 @@ class Programs:
             donate=(1,),
         )
 
-    def _model(self, params: list[jax.Array], *, precise: bool = False) -> Llama:
-        return nnx.merge(self.precise_graph if precise else self.graph, jax.tree.unflatten(self.treedef, params))
+    def _model(self, graph: nnx.GraphDef[Llama], params: list[jax.Array]) -> Llama:
+        return nnx.merge(graph, jax.tree.unflatten(self.treedef, params))
 
     def _param_specs(self) -> list[PartitionSpec]:
         return [self.layout.spec(axes) for axes in self.axes]

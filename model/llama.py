@@ -4,7 +4,7 @@ Shape letters: B batch, T new positions, D hidden, N query heads, K KV heads, G 
 V vocabulary, L layers. A module is built abstract: its parameters are shapes with logical axes, and a loader places
 each device's slice. It runs inside ``jax.shard_map`` over the mesh of ``sharding.mesh``, where K, F, V and the rows of
 a head group are this device's share. Two all-reduces a layer: after the attention output and after the down
-projection.
+projection. With the "scatter" form of them the residual between two norms is this device's share of D.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jax import lax
 from kernels.cache_attention import Partial
 from kernels.cache_attention.partial import merge
 from kernels.matmul import matmul
-from kernels.normed_gate import normed_gate
+from kernels.normed_gate import gate, normed_gate
 from kernels.normed_matmul import normed_matmul
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import normalize, sum_of_squares
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables, rotate
-from sharding.collectives import all_gather, all_reduce_sum, axis_size, exchange_heads, tensor_index
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, axis_size, tensor_index
 from sharding.mesh import KV_SEQ, TENSOR
 
 LayersForm = Literal["unrolled", "scan"]
@@ -36,14 +36,16 @@ LayersForm = Literal["unrolled", "scan"]
 @dataclass(frozen=True)
 class Build:
     """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
-    stacked in front of each parameter (None: one module a layer), and a matmul kernel chosen by hand (None: the
-    platform's best).
+    stacked in front of each parameter (None: one module a layer), the kernels chosen by
+    hand for products and for attention (None: the platform's best), and how devices add up their parts.
     """
 
     dtype: Any
     platform: str
     stack: int | None = None
     matmul: str | None = None
+    attention: str | None = None
+    collectives: Collectives = DEFAULT_COLLECTIVES
 
     def kernel(self) -> dict[str, Any]:
         """What every product is told."""
@@ -57,7 +59,15 @@ class Cache(Protocol):
         """Store k and v [B, T, K, H] of ``layer`` at positions [B, T]."""
         ...
 
-    def attend(self, layer: jax.Array | int, q: jax.Array, positions: jax.Array, *, platform: str) -> Partial:
+    def attend(
+        self,
+        layer: jax.Array | int,
+        q: jax.Array,
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> Partial:
         """q [B, T, K, G, H] against what this device holds of ``layer``."""
         ...
 
@@ -80,7 +90,9 @@ class Linear(nnx.Module):
         return matmul(x, self._flat(), out_dtype=out_dtype, **self.build.kernel())
 
     def of_normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
-        """The product of ``norm(x)``."""
+        """The product of ``norm(x)``, x the residual or this device's share of it."""
+        if self.build.collectives.splits_hidden():
+            return self(norm(x))
         return normed_matmul(x, norm.weight[...], norm.eps, self._flat(), **self.build.kernel())
 
     def _flat(self) -> jax.Array:
@@ -92,11 +104,13 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * weight: its parameter, and ``kernels.rms_norm``."""
 
     def __init__(self, size: int, eps: float, build: Build):
-        self.eps = eps
+        self.size, self.eps, self.build = size, eps, build
         self.weight = _param((size,), (None,), build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+        """The residual, or this device's share of it -> [B, T, D]."""
+        x, square = self.build.collectives.whole_hidden(x, sum_of_squares(x), self.size)
+        return normalize(x, square, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -117,21 +131,23 @@ class Attention(nnx.Module):
         cache: C,
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
-        """norm(x) for x [B, T, D] -> [B, T, D] summed over devices, and the cache with k and v of these positions in it."""
+        """x [B, T, D] -> what to add to the residual, and the cache with k and v of these positions in it."""
         B, T, _ = x.shape
         G, H = self.group, self.head_dim
         fused = self.qkv.of_normed(x, norm).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
         if self.qkv.bias is not None:
             fused = fused + self.qkv.bias[...]
-        fused = all_gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
+        fused = self.build.collectives.gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
         heads = fused.reshape(B, T, -1, G + 2, H)
         turned = rotate(heads[..., : G + 1, :], *rope)
         q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
         cache = cache.write(layer, k, v, positions)
-        mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.build.platform)).astype(x.dtype)
-        out = all_reduce_sum(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
+        build = self.build
+        partial = cache.attend(layer, q, positions, platform=build.platform, implementation=build.attention)
+        mixed = self._merge_members(partial).astype(x.dtype)
+        out = self.build.collectives.reduce_hidden(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
         if self.out.bias is not None:
-            out = out + self.out.bias[...]
+            out = out + self.build.collectives.hidden_share(self.out.bias[...])
         return out.astype(x.dtype), cache
 
     def _merge_members(self, partial: Partial) -> jax.Array:
@@ -148,7 +164,7 @@ class Attention(nnx.Module):
         blocks = jnp.pad(partial.out.reshape(B, T, K, G * H), pad).reshape(B, T, K, members, columns)
         stats = jnp.stack([partial.max, partial.sum], axis=-1).reshape(B, T, K, 1, 2 * G)
         sent = jnp.concatenate([blocks, jnp.broadcast_to(stats, (B, T, K, members, 2 * G))], axis=-1)
-        got = exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
+        got = self.build.collectives.exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
         top, total = jnp.moveaxis(got[..., columns:].reshape(members, B, T, K, G, 2), -1, 0)
         # Which of the group's heads each of our columns belongs to; padding columns repeat the last head and are 0.
         column = lax.axis_index(KV_SEQ) * columns + jnp.arange(columns)
@@ -162,18 +178,20 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, build: Build):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.build = build
         self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
         self.down = Linear((D, F), (None, "ff"), build, bias=bias)
 
     def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
-        """norm(x) for x [B, T, D] -> [B, T, D], summed over devices."""
-        bias = None if self.gate_up.bias is None else self.gate_up.bias[...]
-        inner = normed_gate(
-            x, norm.weight[...], norm.eps, self.gate_up.weight[...], bias, **self.gate_up.build.kernel()
-        )
-        out = all_reduce_sum(self.down(inner, out_dtype=jnp.float32))
+        """x [B, T, D] -> what to add to the residual."""
+        weight, bias = self.gate_up.weight[...], None if self.gate_up.bias is None else self.gate_up.bias[...]
+        if self.build.collectives.splits_hidden():
+            inner = gate(norm(x), weight, bias, **self.build.kernel())
+        else:
+            inner = normed_gate(x, norm.weight[...], norm.eps, weight, bias, **self.build.kernel())
+        out = self.build.collectives.reduce_hidden(self.down(inner, out_dtype=jnp.float32))
         if self.down.bias is not None:
-            out = out + self.down.bias[...]
+            out = out + self.build.collectives.hidden_share(self.down.bias[...])
         return out.astype(x.dtype)
 
 
@@ -215,9 +233,11 @@ class Llama(nnx.Module):
         platform: str,
         layers: LayersForm = "unrolled",
         matmul: str | None = None,
+        attention: str | None = None,
+        collectives: Collectives = DEFAULT_COLLECTIVES,
     ):
         self.config = config
-        build = Build(dtype, platform, matmul=matmul)
+        build = Build(dtype, platform, matmul=matmul, attention=attention, collectives=collectives)
         vocabulary = ((config.vocab_size, config.hidden_size), ("vocab", None), build)
         self.embed = Linear(*vocabulary)
         self.layers: nnx.List | Block
@@ -263,7 +283,7 @@ class Llama(nnx.Module):
         local = tokens - tensor_index() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0, mode="clip")
-        return all_reduce_sum(jnp.where(mine[..., None], rows, 0))
+        return self.norm.build.collectives.reduce_hidden(jnp.where(mine[..., None], rows, 0))
 
     def _scan(
         self, stack: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from model.config import LlamaConfig
+from roofline.collectives import SumForm
 from roofline.dtypes import DType, parse_dtype, parse_kv_dtype
 from roofline.errors import RooflineError
 from roofline.footprint import PARTS, Split, check_parts
@@ -19,6 +21,7 @@ class Case:
     `keep`: parts left in bf16 when `dtype` is quantised. `params`: a parameter count given by hand,
     which scales the weights of `config` (70e9 for "a 70B"); None takes the config's own.
     `sum_bytes`: bytes of one number in a cross-device sum (4: sums are taken in f32).
+    `collective`: how a decode step adds up its partial sums, see `step_collectives`.
     """
 
     config: LlamaConfig
@@ -31,6 +34,7 @@ class Case:
     keep: Collection[str] = ()
     params: float | None = None
     sum_bytes: int = 4
+    collective: SumForm = "psum"
 
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
@@ -41,6 +45,13 @@ class Case:
             raise RooflineError(f"batch is {self.batch}: it must be 1 or more")
         if self.context < 0:
             raise RooflineError(f"context is {self.context}: it must be 0 or more")
+        if self.collective not in get_args(SumForm):
+            raise RooflineError(f"collective is {self.collective!r}: use one of {', '.join(get_args(SumForm))}")
+        if self.collective == "scatter" and (whole := {"embed", "out", "down"} & set(self.replicated)):
+            raise RooflineError(
+                f"collective scatter splits what embed, out and down add up: {', '.join(sorted(whole))} cannot be "
+                f"replicated; use psum"
+            )
         if self.params is not None and self.params <= 0:
             raise RooflineError(f"params is {self.params}: it must be positive")
 

@@ -22,6 +22,8 @@ from roofline.errors import RooflineError
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Algorithm = Literal["auto", "ring", "tree", "one_shot", "two_shot"]
 Topology = Literal["switch", "torus", "ring"]
+# How a program writes its all-reduces: left to the compiler, a scatter and a gather, or a gather and a local sum.
+SumForm = Literal["psum", "scatter", "one_shot"]
 OPS: tuple[str, ...] = get_args(Op)
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 TOPOLOGIES: tuple[str, ...] = get_args(Topology)

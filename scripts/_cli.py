@@ -19,13 +19,17 @@ from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
-from kernels.select import KernelError
+from kernels import native
 from kernels.cache_dir import cache_dir
+from kernels.select import KernelError
 from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
+from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
+from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
+from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -52,18 +56,32 @@ USER_ERRORS = (
 )
 """Errors that the person at the terminal can mend; anything else is a fault of ours, with a traceback."""
 
-BROKEN_PIPE = 128 + 13
-INTERRUPTED = 128 + 2
 
-
-def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
+def run_command(work: Callable[[], None], *, quiet: bool = False, processes: argparse.Namespace | None = None) -> int:
     """Run a command's work and return its exit status.
 
     0, or 1 after one line on stderr for an error in ``USER_ERRORS`` or a lack of memory, 130 when interrupted, and 141
     without a word when whoever read the output went away (``| head``).
 
     quiet: keep notes such as "fetching the demo model" from stderr; warnings still show.
+    processes: the options of ``add_process_options``, where the command can be one of several processes. On all but
+        process 0 the options that name files to write are set to None.
     """
+    try:
+        member = None if processes is None else join(processes)
+    except MultihostError as error:
+        print(_error_line(str(error)), file=sys.stderr)
+        return 1
+    if member is not None:
+        return run_as_member(member, lambda: _outcome(work, quiet))
+    status, told = _outcome(work, quiet)
+    if told:
+        print(told, file=sys.stderr)
+    return status
+
+
+def _outcome(work: Callable[[], None], quiet: bool) -> tuple[int, str]:
+    """Exit status and what to say on stderr."""
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? and not a traceback
@@ -72,30 +90,73 @@ def run_command(work: Callable[[], None], *, quiet: bool = False) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
-        return BROKEN_PIPE
+        return BROKEN_PIPE, ""
     except USER_ERRORS as error:
-        return _fail(str(error))
+        return 1, _error_line(str(error))
     except MemoryError as error:
-        return _fail(_out_of_memory(error))
+        return 1, _error_line(_out_of_memory(error))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _fail(_out_of_memory(error))
+        return 1, _error_line(_out_of_memory(error))
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        return INTERRUPTED, "\ninterrupted"
+    return 0, ""
 
 
 def add_device_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices")
+    parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices (in each process)")
+
+
+def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--kernels",
+        choices=("best", "xla"),
+        default="best",
+        help="best, each kernel's fastest implementation for the platform (default); xla, XLA's own operations",
+    )
+
+
+def chosen_kernels(choice: str) -> str | None:
+    """``--kernels`` as ``Decoder`` takes it."""
+    return None if choice == "best" else choice
+
+
+def kernel_facts(choice: str) -> str:
+    """What decodes: "cpu_native" or "xla"."""
+    native_here = choice == "best" and jax.default_backend() == "cpu" and native.problem() is None
+    return "cpu_native" if native_here else "xla"
+
+
+def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--collective",
+        choices=COLLECTIVE_FORMS,
+        help="how a decode step adds up over devices: psum, one all-reduce; scatter, a reduce-scatter and an all-gather"
+        " with the norm's sum in between; one_shot, an all-gather and a local sum (default "
+        f"{DEFAULT_COLLECTIVES.collective})",
+    )
+
+
+def chosen_collectives(collective: CollectiveForm | None, tp: int) -> Collectives:
+    """What ``--collective`` asked for, on at most ``tp`` devices.
+
+    Raises:
+        UsageError: asked for on one device, which adds up nothing.
+    """
+    if collective is None:
+        return DEFAULT_COLLECTIVES
+    if tp == 1:
+        raise UsageError(f"--collective {collective} has no effect on one device; add --tp 2 or more")
+    return Collectives(collective)
 
 
 def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
     """Start JAX on the devices that were asked for, with the compilation cache on.
 
-    cpu_devices: run on so many fake CPU devices, whatever else the machine has.
-    spare: without ``cpu_devices``, the least number of CPU devices to make where the CPU is all there is.
+    cpu_devices: run on so many fake CPU devices in each process, whatever else the machine has.
+    spare: without ``cpu_devices``, the least number of CPU devices to make, over all processes, where the CPU is all
+        there is.
 
     Raises:
         UsageError: JAX cannot start, or was started before with other devices.
@@ -105,7 +166,7 @@ def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
         if cpu_devices is not None:
             jax.config.update("jax_num_cpu_devices", cpu_devices)
             jax.config.update("jax_platforms", "cpu")
-        elif spare > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
+        elif (spare := -(-spare // process_count())) > max(1, jax.config.jax_num_cpu_devices):  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", spare)
     except RuntimeError:  # the backend is up, and its number of devices fixed
         started = True
@@ -247,9 +308,8 @@ def _notes_on_stderr(level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 1
+def _error_line(message: str) -> str:
+    return "error: " + " ".join(message.split())
 
 
 def _out_of_memory(error: Exception) -> str:

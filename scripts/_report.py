@@ -57,6 +57,7 @@ def step_facts(
         "limit_samples_gb_per_s": [sample / 1e9 for sample in limit.samples],
         "limit_fraction": None if achieved is None else achieved / (limit.per_device / 1e9),
         "tp": decoder.layout.tp,
+        "collective": decoder.collectives.collective if decoder.layout.tp > 1 else None,
         "mesh": dict(decoder.layout.mesh.shape),
         "collectives_per_step": count_collectives(hlo_text),
     }

@@ -32,10 +32,15 @@ from model.random_init import random_params
 from scripts._cli import (
     DTYPES,
     UsageError,
+    add_collective_option,
     add_device_options,
+    add_kernels_option,
     check_writable,
+    chosen_collectives,
+    chosen_kernels,
     device_facts,
     integers,
+    kernel_facts,
     positive,
     run_command,
     set_up,
@@ -46,8 +51,9 @@ from scripts._cli import (
 from scripts._report import step_bytes, step_facts
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
+from sharding.collectives import Collectives
 from sharding.layout import Layout
-from sharding.mesh import make_mesh
+from sharding.mesh import make_mesh, place_on_mesh
 from sharding.self_check import check_mesh
 
 READS = 3
@@ -81,6 +87,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tp", type=integers, default=[1], metavar="LIST", help="tensor-parallel degrees, such as 1,2,4 (default 1)"
     )
     add_device_options(parser)
+    add_collective_option(parser)
+    add_kernels_option(parser)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
     parser.add_argument(
         "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
@@ -128,7 +136,7 @@ class Chain:
 
     def sample(self) -> float:
         """Seconds a step of one dispatch."""
-        rows: Rows = jax.tree.map(jax.device_put, self.rows, self.shardings)
+        rows: Rows = jax.tree.map(place_on_mesh, self.rows, self.shardings)
         jax.block_until_ready((rows, self.cache))
         began = time.perf_counter()
         arguments = (self.decoder.params, self.cache, rows, self.stop_ids, np.int32(self.steps), self.values)
@@ -156,6 +164,7 @@ def bench(args: argparse.Namespace) -> None:
     check_writable(args.json)
     if args.steps > MAX_STEPS:
         raise UsageError(f"--steps is {args.steps}; one dispatch runs at most {MAX_STEPS}")
+    collectives = chosen_collectives(args.collective, max(args.tp))
     cache = set_up(args.cpu_devices, spare=max(args.tp))
     model, config = _open(args.model)
     if args.context + args.steps >= config.max_position_embeddings:
@@ -173,7 +182,8 @@ def bench(args: argparse.Namespace) -> None:
     for layout in layouts.values():
         check_mesh(layout)
 
-    ours = [functools.partial(_ours, args, model, config, dtype, layouts[tp]) for dtype in args.dtype for tp in args.tp]
+    build = functools.partial(_ours, args, model, config, collectives)
+    ours = [functools.partial(build, dtype, layouts[tp]) for dtype in args.dtype for tp in args.tp]
     builders: list[Callable[[], Contestant]] = [*ours, *peers]
     turns = [[build] for build in builders] if args.one_at_a_time else [builders]
     results = [row for turn in turns for row in _measure(turn, layouts, args)]
@@ -189,6 +199,7 @@ def bench(args: argparse.Namespace) -> None:
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
         "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
     print(table(run, results), file=sys.stderr if args.json == "-" else sys.stdout)
@@ -197,14 +208,27 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def _ours(
-    args: argparse.Namespace, model: ResolvedModel | None, config: LlamaConfig, dtype: str, layout: Layout
+    args: argparse.Namespace,
+    model: ResolvedModel | None,
+    config: LlamaConfig,
+    collectives: Collectives,
+    dtype: str,
+    layout: Layout,
 ) -> Contestant:
     began = time.perf_counter()
     if model is None:
         params = random_params(config, layout, DTYPES[dtype], layers=args.layers)
     else:
         params = model.load_params(layout, DTYPES[dtype], args.layers)
-    decoder = Decoder(config, params, layout, DTYPES[dtype], layers=args.layers)
+    decoder = Decoder(
+        config,
+        params,
+        layout,
+        DTYPES[dtype],
+        layers=args.layers,
+        collectives=collectives,
+        kernels=chosen_kernels(args.kernels),
+    )
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
     chain = Chain(decoder, args.batch, args.context, args.steps)
@@ -275,7 +299,7 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     title = (
         f"{run['model']} ({run['weights']} weights), batch {run['batch']}, context {run['context']}, "
         f"{run['layers']} layers, {run['rounds']} samples of {run['steps']} steps;\n"
-        f"{device['kind']}, {device['cpu_cores']} CPU cores, jax {run['versions']['jax']}"
+        f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):
         title += (

@@ -30,10 +30,15 @@ from model.tokenizer import StopStrings, Tokenizer
 from scripts._cli import (
     DTYPES,
     UsageError,
+    add_collective_option,
     add_device_options,
+    add_kernels_option,
     check_writable,
+    chosen_collectives,
+    chosen_kernels,
     default_dtype,
     device_facts,
+    kernel_facts,
     not_negative,
     positive,
     run_command,
@@ -41,10 +46,11 @@ from scripts._cli import (
     versions,
     write_json,
 )
+from scripts._processes import add_process_options
 from scripts._report import report_lines, step_bytes, step_facts
 from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.layout import Layout
-from sharding.mesh import make_mesh
+from sharding.mesh import check_every_process_has_a_device, make_mesh
 from sharding.self_check import check_mesh
 
 
@@ -92,8 +98,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
     add_device_options(machine)
+    add_collective_option(machine)
+    add_kernels_option(machine)
     machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
+
+    add_process_options(parser)
 
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -105,7 +115,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    return run_command(lambda: generate(args), quiet=args.quiet)
+    return run_command(lambda: generate(args), quiet=args.quiet, processes=args)
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,8 @@ def generate(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     model = open_model(args.model)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
+    check_every_process_has_a_device(layout.mesh)
+    collectives = chosen_collectives(args.collective, layout.tp)
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
     prompts = _prompts(chats, texts, args.system, tokenizer)
@@ -156,7 +168,15 @@ def generate(args: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet)
-    decoder = Decoder(model.config, params, layout, dtype, layers=args.layers)
+    decoder = Decoder(
+        model.config,
+        params,
+        layout,
+        dtype,
+        layers=args.layers,
+        collectives=collectives,
+        kernels=chosen_kernels(args.kernels),
+    )
     load_s = opened + time.perf_counter() - began
 
     say(f"loaded in {load_s:.1f} s; compiling")
@@ -351,6 +371,7 @@ def _facts(
         "tokens_per_s": _median(timing.tokens_per_s for timing in timings),
         **step_facts(decoder, step_bytes(decoder, batch, context), tpot_s, limit, hlo_text),
         "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
 

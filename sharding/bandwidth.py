@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.mesh import place_on_mesh
 
 COLUMNS = 2048
 
@@ -68,7 +71,7 @@ class ReadProbe:
                 check_vma=False,
             )
         )
-        self._x = jnp.ones((1, COLUMNS), jnp.float32)
+        self._x = place_on_mesh(np.ones((1, COLUMNS), np.float32), NamedSharding(mesh, PartitionSpec()))
         jax.block_until_ready(self._run(self.buffer, self._x))  # compiles, and is not timed
 
     def sample(self) -> float:

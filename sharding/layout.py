@@ -51,6 +51,11 @@ class Layout:
         return self.mesh.shape[KV_SEQ]
 
     @property
+    def processes(self) -> int:
+        """How many processes own the devices."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    @property
     def platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 DATA, KV_HEAD, KV_SEQ = "data", "kv_head", "kv_seq"
 MESH_AXES = (DATA, KV_HEAD, KV_SEQ)
@@ -55,4 +55,34 @@ def make_mesh(tp: int, num_kv_heads: int, *, data: int = 1, devices: Sequence[ja
         raise LayoutError(
             f"tp={tp} (times data={data}) needs {need} devices, but JAX sees {len(devices)} ({kind}){hint}"
         )
-    return Mesh(np.array(devices[:need]).reshape(data, kv_head, kv_seq), MESH_AXES)
+    return Mesh(np.array(spread(devices, need)).reshape(data, kv_head, kv_seq), MESH_AXES)
+
+
+def spread(devices: Sequence[jax.Device], count: int) -> list[jax.Device]:
+    """The first ``count`` devices, as evenly over the processes that own them as they go."""
+    own: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        own.setdefault(device.process_index, []).append(device)
+    chosen: list[jax.Device] = []
+    for place, mine in enumerate(own.values()):
+        chosen += mine[: -(-(count - len(chosen)) // (len(own) - place))]
+    return chosen
+
+
+def check_every_process_has_a_device(mesh: Mesh) -> None:
+    """For programs in which every process takes part.
+
+    Raises:
+        LayoutError: a process of the run owns no device of ``mesh``.
+    """
+    owners = {device.process_index for device in mesh.devices.flat}
+    if len(owners) < jax.process_count():
+        raise LayoutError(
+            f"a mesh of {mesh.devices.size} devices leaves {jax.process_count() - len(owners)} of "
+            f"{jax.process_count()} processes without one; use --tp {jax.process_count()} or more, or fewer processes"
+        )
+
+
+def place_on_mesh(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put an array that every process has whole onto a mesh, each process its own devices' slices."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.collectives import all_gather, all_reduce_sum, exchange_heads
 from sharding.layout import Layout
-from sharding.mesh import KV_SEQ, MESH_AXES, TENSOR
+from sharding.mesh import KV_SEQ, MESH_AXES, TENSOR, place_on_mesh
 
 WIDTH = 1024
 
@@ -40,7 +40,7 @@ def check_mesh(layout: Layout) -> None:
     run = jax.jit(
         jax.shard_map(body, mesh=layout.mesh, in_specs=split, out_specs=(split, split, split), check_vma=False)
     )
-    placed = jax.make_array_from_callback(value.shape, NamedSharding(layout.mesh, split), lambda index: value[index])
+    placed = place_on_mesh(value, NamedSharding(layout.mesh, split))
     grouped = (value * ramp).reshape(data, tensor, WIDTH)
     heads = grouped.reshape(data, layout.kv_head, 1, members, WIDTH)
     expected = {

@@ -8,7 +8,7 @@ from kernels.matmul import IMPLEMENTATIONS, choose, matmul
 from kernels.normed_gate import cpu_native
 from kernels.rms_norm import rms_norm
 
-__all__ = ["IMPLEMENTATIONS", "normed_gate"]
+__all__ = ["IMPLEMENTATIONS", "gate", "normed_gate"]
 
 
 def normed_gate(
@@ -41,7 +41,14 @@ def normed_gate(
     if chosen == "cpu_native" and bias is None:
         out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, flat)
         return out.reshape(*x.shape[:-1], weight.shape[1])
-    both = matmul(rms_norm(x, scale, eps), flat, platform=platform, implementation=chosen)
+    return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=chosen)
+
+
+def gate(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, platform: str, implementation: str | None = None
+) -> jax.Array:
+    """The same of an x that is normed already: a product, then silu(gate) * up."""
+    both = matmul(x, weight.reshape(-1, weight.shape[-1]), platform=platform, implementation=implementation)
     both = both.reshape(*x.shape[:-1], *weight.shape[:2])
     if bias is not None:
         both = both + bias

@@ -16,6 +16,7 @@ from decode.sampling import SamplingParams
 from model.checkpoint.resolve import ResolvedModel, open_model
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from tests.golden.cases import CASES, DEMO, RANDOM_MODELS, write_case
@@ -85,10 +86,11 @@ def make_decoder(
     data: int = 1,
     layers: LayersForm = "unrolled",
     dtype: str = "float32",
+    collectives: Collectives = DEFAULT_COLLECTIVES,
 ) -> Decoder:
     layout = Layout(make_mesh(tp, model.config.num_kv_heads, data=data))
     params = model.load_params(layout, dtype, layers, progress=False)
-    return Decoder(model.config, params, layout, dtype, layers=layers)
+    return Decoder(model.config, params, layout, dtype, layers=layers, collectives=collectives)
 
 
 def run(

@@ -23,6 +23,7 @@ from kernels.matmul.xla import STREAMED_ROWS
 from model.config import LlamaConfig
 from roofline.case import Case
 from roofline.step_collectives import SAMPLER_BYTES, step_collectives
+from sharding.collectives import CollectiveForm, Collectives
 from sharding.hlo import collectives, count_collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
@@ -55,15 +56,18 @@ FILTERED = SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.05, repetition_penal
 
 KV_HEADS_ONLY = [(LLAMA, 2), (LLAMA, 4), (LLAMA, 8)]
 WITH_KV_SEQ = [(TWO_HEADS, 4), (TWO_HEADS, 8)]  # kv_seq 2 and 4
+PSUM = Collectives("psum")
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 @functools.cache
-def decoder(config: LlamaConfig, tp: int, dtype: Any = F32) -> Decoder:
+def decoder(
+    config: LlamaConfig, tp: int, dtype: Any = F32, collectives: Collectives = PSUM, kernels: str | None = None
+) -> Decoder:
     layout = Layout(make_mesh(tp, config.num_kv_heads))
     programs = Programs(config, dtype, layout, "unrolled")
     shapes = dict(zip(programs.paths, programs.abstract_params(), strict=True))
-    return Decoder(config, shapes, layout, dtype)  # type: ignore[arg-type]
+    return Decoder(config, shapes, layout, dtype, collectives=collectives, kernels=kernels)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -74,8 +78,10 @@ def program(
     batch: int = 1,
     max_len: int = LONG,
     sampling: SamplingParams = GREEDY,
+    collectives: Collectives = PSUM,
+    kernels: str | None = None,
 ) -> Any:
-    return decoder(config, tp, dtype).decode_program(batch, max_len, sampling.form)
+    return decoder(config, tp, dtype, collectives, kernels).decode_program(batch, max_len, sampling.form)
 
 
 class Sizes(NamedTuple):
@@ -116,13 +122,51 @@ def test_one_device_has_no_collectives() -> None:
         assert count_collectives(program(LLAMA, 1, dtype).as_text()) == {}
 
 
-@pytest.mark.parametrize(("config", "tp"), KV_HEADS_ONLY + WITH_KV_SEQ)
-def test_the_arithmetic_predicts_every_collective_and_its_bytes(config: LlamaConfig, tp: int) -> None:
+NARROW = replace(TWO_HEADS, hidden_size=250)  # does not divide over 3 or 4 devices
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "form"),
+    [
+        *[(config, tp, "psum") for config, tp in KV_HEADS_ONLY + WITH_KV_SEQ],
+        *[(config, tp, form) for form in ("scatter", "one_shot") for config, tp in ((LLAMA, 4), (TWO_HEADS, 8))],
+        (NARROW, 3, "scatter"),
+    ],
+)
+def test_the_arithmetic_predicts_every_collective_and_its_bytes(
+    config: LlamaConfig, tp: int, form: CollectiveForm
+) -> None:
     predicted: Counter[tuple[str, int]] = Counter()
-    for call in step_collectives(Case(config, dtype="f32", kv_dtype="f32", tp=tp)):
-        predicted[call.op.replace("_", "-"), int(call.nbytes)] += call.count
-    found = Counter((one.kind, one.result_bytes) for one in collectives(program(config, tp).as_text()))
-    assert found == predicted
+    for call in step_collectives(Case(config, dtype="f32", kv_dtype="f32", tp=tp, collective=form)):
+        result = call.nbytes / call.devices if call.op == "reduce_scatter" else call.nbytes
+        predicted[call.op.replace("_", "-"), int(result)] += call.count
+    text = program(config, tp, max_len=SHORT, collectives=Collectives(form)).as_text()
+    assert Counter((one.kind, one.result_bytes) for one in collectives(text)) == predicted
+
+
+@pytest.mark.parametrize(("form", "width"), [("scatter", 2), ("one_shot", 2)])
+def test_activations_travel_in_16_bits_and_sums_in_32(form: CollectiveForm, width: int) -> None:
+    case = Case(LLAMA, dtype="bf16", kv_dtype="bf16", tp=4, collective=form)
+    predicted = Counter({call.op.replace("_", "-"): 0 for call in step_collectives(case)})
+    for call in step_collectives(case):
+        predicted[call.op.replace("_", "-")] += call.count
+    text = program(LLAMA, 4, BF16, max_len=SHORT, collectives=Collectives(form)).as_text()
+    assert count_collectives(text) == predicted
+    D = LLAMA.hidden_size
+    expected = {"scatter": ("all-gather", D * width + 4 * 4), "one_shot": ("all-gather", 4 * D * 4)}[form]
+    assert sum((one.kind, one.result_bytes) == expected for one in collectives(text)) >= 2 * L
+
+
+@pytest.mark.parametrize("form", ["psum", "scatter", "one_shot"])
+def test_a_program_without_its_collectives_has_none_and_is_otherwise_as_large(form: CollectiveForm) -> None:
+    """The same matrices are read: the arguments, and the bytes of the results, are those of the whole step."""
+    whole = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form), kernels="xla")
+    bare = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form, removed=True), kernels="xla")
+    assert count_collectives(bare.as_text()) == {}
+    for size in ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"):
+        assert getattr(bare.memory_analysis(), size) == getattr(whole.memory_analysis(), size)
+    products = [sum(one.opcode == "dot" for one in buffers(text.as_text())) for text in (whole, bare)]
+    assert products[0] == products[1] > 0
 
 
 @pytest.mark.parametrize(("config", "tp"), KV_HEADS_ONLY + WITH_KV_SEQ)
@@ -150,6 +194,7 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
 # --- memory ---
 
 
+@pytest.mark.parametrize("kernels", [None, "xla"])
 @pytest.mark.parametrize(
     ("config", "tp", "dtype", "batch", "max_len"),
     [
@@ -168,10 +213,10 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
 )
 class TestMemory:
     def test_the_cache_is_written_in_place(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Every cache array of the result is the buffer of the one passed in."""
-        compiled = program(config, tp, dtype, batch, max_len)
+        compiled = program(config, tp, dtype, batch, max_len, kernels=kernels)
         parameters = len(decoder(config, tp, dtype).params)
         expected = {index: parameters + index for index in range(2 * L)}
         found = aliases(compiled.as_text())
@@ -180,14 +225,14 @@ class TestMemory:
         assert compiled.memory_analysis().alias_size_in_bytes >= 2 * L * cache * dtype.itemsize
 
     def test_no_copy_of_a_weight_or_of_the_cache(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Nothing fills a buffer that large (a copy, a conversion, a transpose), but updates of the cache in place.
 
         The blocks that attention reads are another matter: a batch of them may be larger than a matrix.
         """
         sizes = local_sizes(config, tp, batch, max_len)
-        written = buffers(program(config, tp, dtype, batch, max_len).as_text())
+        written = buffers(program(config, tp, dtype, batch, max_len, kernels=kernels).as_text())
         updates = [one for one in written if one.opcode in UPDATES and one.elements == sizes.cache]
         assert len(updates) == 2 * L * (batch if batch <= UNROLLED_ROWS else 1)
         assert len({one.type for one in updates}) == 1
@@ -196,11 +241,11 @@ class TestMemory:
         assert [one for one in large if "/attention/while/body/" not in one.text] == []
 
     def test_scratch_memory_is_smaller_than_a_matrix(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Whatever the text says: the buffers that XLA sets aside beside arguments, results and blocks."""
         sizes = local_sizes(config, tp, batch, max_len)
-        scratch = program(config, tp, dtype, batch, max_len).memory_analysis().temp_size_in_bytes
+        scratch = program(config, tp, dtype, batch, max_len, kernels=kernels).memory_analysis().temp_size_in_bytes
         blocks = 2 * 4 * sizes.block  # of keys and of values, in float32 whatever the matrices' dtype
         assert scratch < blocks + 4 * sizes.matrix
 
@@ -216,7 +261,7 @@ def test_attention_runs_over_as_many_blocks_as_are_filled(
 ) -> None:
     """One loop a layer whose trip count is found at run time. tests/kernels counts the blocks it reads."""
     batch = 3 if sampling is FILTERED else 1
-    text = program(config, tp, F32, batch, sampling=sampling).as_text()
+    text = program(config, tp, F32, batch, sampling=sampling, kernels="xla").as_text()
     assert loops(text, "attention/while") == [False] * L
     filters = loops(text, "body/while")
     assert filters == ([True] * 2 if sampling is FILTERED else [])  # the reading does see fixed counts

@@ -11,6 +11,8 @@ import pytest
 from decode.decoder import Decoder
 from decode.sampling import SamplingParams
 from model.config import LlamaConfig
+from model.llama import LayersForm
+from sharding.collectives import CollectiveForm, Collectives
 from sharding.mesh import factorise
 from tests.decode.running import (
     Row,
@@ -66,6 +68,30 @@ def test_small_model(tp: int) -> None:
     found, expected = (small_decoder(degree).logits(text) for degree in (tp, 1))
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
     check_rows(*(run(small_decoder(degree), prompts(), 40) for degree in (tp, 1)))
+
+
+BIASED = replace(SMALL, hidden_size=34, attention_bias=True, mlp_bias=True)  # 34 numbers do not divide over 3 or 4
+
+
+@pytest.mark.xdist_group("small-tp")
+@pytest.mark.parametrize("form", ["scatter", "one_shot"])
+@pytest.mark.parametrize(("tp", "layers"), [(2, "unrolled"), (4, "scan"), (3, "unrolled")])
+def test_every_form_of_all_reduce_gives_the_same_text(form: CollectiveForm, tp: int, layers: LayersForm) -> None:
+    """To float32 rounding, with biases, and where the hidden size is padded."""
+    decoder = make_decoder(small_model(BIASED), tp, layers=layers, collectives=Collectives(form))
+    check_rows(run(decoder, prompts(), 25), run(small_decoder(1, BIASED), prompts(), 25))
+
+
+@pytest.mark.xdist_group("small-tp")
+@pytest.mark.parametrize("form", ["scatter", "one_shot"])
+def test_every_form_of_all_reduce_runs_in_bf16(form: CollectiveForm) -> None:
+    """The bits of a share and of its sum of squares survive the trip: the same log-probabilities to bf16 rounding."""
+    texts = [
+        run(make_decoder(small_model(BIASED), 4, dtype="bfloat16", collectives=Collectives(each)), prompts(), 1 + 1)
+        for each in (form, "psum")
+    ]
+    for one, other in zip(*texts, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=0.05)
 
 
 @pytest.mark.xdist_group("demo")

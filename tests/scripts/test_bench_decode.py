@@ -184,6 +184,7 @@ def test_bad_input_is_one_line(command: Run, tiny: Path, tmp_path: Path, monkeyp
         (["--model", tiny, "--steps", "33"], "--steps is 33; one dispatch runs at most 32"),
         (["--model", tiny, "--context", "60", "--steps", "4"], "--context 60 and --steps 4 need 65 positions; this"),
         (["--model", tiny, "--tp", "1,9", *SHORT], "tp=9 (times data=1) needs 9 devices, but JAX sees 8 (cpu)"),
+        (["--model", tiny, "--collective", "one_shot", *SHORT], "--collective one_shot has no effect on one device"),
         (["--model", tmp_path / "gone"], "there is no file or folder"),
         (["--model", tiny, "--json", tmp_path], "it is a folder"),
     ]
@@ -243,7 +244,7 @@ def test_the_verdict_names_the_term_that_does_not_shrink() -> None:
 
 def test_the_table_fits_a_terminal_with_large_numbers() -> None:
     run = {"model": "m", "weights": "random", "batch": 1, "context": 1, "layers": "scan", "rounds": 1, "steps": 1}
-    run |= {"device": {"platform": "cpu", "kind": "cpu", "cpu_cores": 2}, "versions": {"jax": "0.12"}}
+    run |= {"device": {"platform": "cpu", "kind": "cpu", "cpu_cores": 2}, "versions": {"jax": "0.12"}, "kernels": "xla"}
     text = bench_decode.table(run, [row("bfloat16", 128, 1234.5, 1234.5, 1234.5)])
     assert max(map(len, text.splitlines())) <= 140
     assert "the devices are fake: they share these cores" in text

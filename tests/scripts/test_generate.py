@@ -230,6 +230,22 @@ def test_sampling_options_and_the_seed_at_every_degree(measured: Callable[..., d
     assert found["token_ids"] != answer(tiny, tokens_of(PROMPT), N, **{**filters, "seed": 12})
 
 
+@pytest.mark.parametrize(
+    ("form", "counts"),
+    [
+        ("scatter", {"all-gather": 2 * CONFIG.num_layers + 2, "reduce-scatter": 2 * CONFIG.num_layers + 1}),
+        ("one_shot", {"all-gather": 2 * CONFIG.num_layers + 2}),
+    ],
+)
+def test_forms_of_all_reduce(
+    measured: Callable[..., dict[str, Any]], tiny: Path, form: str, counts: dict[str, int]
+) -> None:
+    options = ["--prompt", PROMPT, "--max-new-tokens", str(N), "--tp", "3", "--collective", form]
+    found = measured("--model", tiny, *options)
+    assert found["token_ids"] == answer(tiny, tokens_of(PROMPT), N)
+    assert (found["collective"], found["collectives_per_step"]) == (form, counts)
+
+
 def test_json_on_stdout_stands_alone(command: Run, tiny: Path) -> None:
     options = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "3", "--json", "-"]
     expected = answer(tiny, tokens_of(PROMPT), 3)
@@ -287,6 +303,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
         ([*hello, "--max-len", "65"], "max_len 65 is more than the 64 positions"),
         (["--model", tiny, "--prompt", "x" * 64], "prompt 0 has 65 tokens, which leaves no room"),
         ([*hello, "--tp", "9"], "tp=9 (times data=1) needs 9 devices, but JAX sees 8 (cpu)"),
+        ([*hello, "--collective", "scatter"], "--collective scatter has no effect on one device; add --tp 2 or more"),
         ([*hello, "--cpu-devices", "9"], "--cpu-devices 9 comes too late"),
         ([*hello, "--top-k", "5", "--min-p", "0.1"], "--top-k, --min-p have no effect at temperature 0"),
         ([*hello, "--top-p", "0.5"], "--top-p has no effect at temperature 0"),
@@ -321,6 +338,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
         ["--layers", "looped"],
         ["--max-new-tokens", "0"],
         ["--tp", "0"],
+        ["--collective", "ring"],
         ["--batch", "x"],
         ["--top-k", "-1"],
         ["--nonsense"],

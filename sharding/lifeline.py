@@ -1,0 +1,153 @@
+"""Says within a stated time that another process of a run is gone.
+
+A collective whose peer died may wait for ever, and JAX's own watch ends a process with a stack dump. So each process
+keeps one connection to process 0, sends a line over it every few seconds, and reads what the other sends: a closed
+connection, silence, or word of a failure ends the run, and process 0 passes it on to the rest. (JAX's coordination
+service lives in process 0: when that is killed, its stack dump may come with our sentence or just before it.)
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+HUB = 0
+ALIVE, DONE, FAILED, HELLO = "alive", "done", "failed", "hello"
+
+OnLoss = Callable[[str], None]
+
+
+class Lifeline:
+    """One process's end. ``on_loss(message)`` runs at most once, on a thread of this class; it should end the process.
+
+    Args:
+        me: this process's id; process 0 is the hub that the others connect to.
+        count: processes of the run.
+        timeout_s: how long another may be silent.
+    """
+
+    def __init__(self, me: int, count: int, timeout_s: float, on_loss: OnLoss):
+        self.me, self.count, self.timeout_s, self._on_loss = me, count, timeout_s, on_loss
+        self._links: dict[int, socket.socket] = {}
+        self._done: set[int] = set()
+        self._everyone_done = threading.Event()
+        self._ended = False
+        self._lock = threading.RLock()
+
+    def serve(self) -> tuple[int, str]:
+        """On process 0: wait for the others in the background. Returns the port and the word they must say."""
+        two_stacks = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if two_stacks else socket.AF_INET
+        server = socket.create_server(("", 0), family=family, dualstack_ipv6=two_stacks)
+        server.settimeout(self.timeout_s)
+        word = secrets.token_hex(16)
+        self._start(self._accept, server, word)
+        self._start(self._send_alive)
+        return server.getsockname()[1], word
+
+    def connect(self, host: str, port: int, word: str) -> None:
+        """On every other process: reach process 0. Raises OSError when that cannot be done in time."""
+        link = socket.create_connection((host, port), timeout=self.timeout_s)
+        link.sendall(f"{HELLO} {word} {self.me}\n".encode())
+        self._links[HUB] = link
+        self._start(self._listen, HUB, _lines(link))
+        self._start(self._send_alive)
+
+    def leave(self) -> None:
+        """A normal end: returns once every process has come here. Losses before that still count."""
+        if self.me != HUB:
+            self._tell(DONE)
+        if self.count > 1:
+            self._everyone_done.wait()
+        with self._lock:
+            self._ended = True
+        if self.me == HUB:
+            self._tell(DONE)
+
+    def fail(self, message: str) -> None:
+        """Tell the others that this process ends early, and why."""
+        with self._lock:
+            self._ended = True
+        self._tell(f"{FAILED} process {self.me} of {self.count} stopped: {' '.join(message.split())}")
+
+    def _accept(self, server: socket.socket, word: str) -> None:
+        with server:
+            while True:
+                try:
+                    link, _ = server.accept()
+                except TimeoutError:
+                    break
+                link.settimeout(self.timeout_s)
+                self._start(self._greet, link, word)
+        missing = [str(peer) for peer in range(1, self.count) if peer not in self._links]
+        if missing:
+            self._lose(f"no word from process {', '.join(missing)} of {self.count} in {self.timeout_s:g} s")
+
+    def _greet(self, link: socket.socket, word: str) -> None:
+        lines = _lines(link)
+        try:
+            said = lines.readline().split()
+        except OSError:  # a stranger, or a process that is lost already
+            said = []
+        if said[:2] != [HELLO, word]:
+            link.close()
+            return
+        with self._lock:
+            self._links[int(said[2])] = link
+        self._listen(int(said[2]), lines)
+
+    def _listen(self, peer: int, lines: TextIO) -> None:
+        reason = "closed its connection, as a process that is killed does"
+        try:
+            for line in lines:
+                word, _, text = line.rstrip("\n").partition(" ")
+                if word == DONE:
+                    self._note_done(peer)
+                elif word == FAILED:
+                    self._lose(text)
+                    return
+        except TimeoutError:
+            reason = f"has been silent for {self.timeout_s:g} s"
+        except OSError as error:
+            reason = f"cannot be reached ({error.strerror or error})"
+        if peer not in self._done:
+            self._lose(f"process {peer} of {self.count} was lost: it {reason}")
+
+    def _note_done(self, peer: int) -> None:
+        with self._lock:
+            self._done.add(peer)
+            if peer == HUB or len(self._done) == self.count - 1:
+                self._everyone_done.set()
+
+    def _lose(self, message: str) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._tell(f"{FAILED} {message}")
+        self._on_loss(message)
+
+    def _send_alive(self) -> None:
+        while True:
+            self._tell(ALIVE)
+            time.sleep(min(5.0, self.timeout_s / 4))
+
+    def _tell(self, line: str) -> None:
+        with self._lock:
+            for link in self._links.values():
+                try:
+                    link.sendall(f"{line}\n".encode())
+                except OSError:  # its listener notices
+                    continue
+
+    @staticmethod
+    def _start(work: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
+def _lines(link: socket.socket) -> TextIO:
+    return link.makefile("r", encoding="utf-8", errors="replace", newline="\n")

@@ -1,0 +1,95 @@
+"""The connection that tells of lost processes: ends inside one test process, over loopback."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import pytest
+
+from sharding.lifeline import Lifeline
+
+SOON = 60
+"""Seconds after which a test that waits for a message fails."""
+
+
+class End:
+    """A lifeline and the messages of its losses."""
+
+    def __init__(self, me: int, count: int, timeout_s: float = 30):
+        self.told: queue.Queue[str] = queue.Queue()
+        self.line = Lifeline(me, count, timeout_s, self.told.put)
+
+    def loss(self) -> str:
+        return self.told.get(timeout=SOON)
+
+
+def run_of(count: int, timeout_s: float = 30) -> list[End]:
+    ends = [End(me, count, timeout_s) for me in range(count)]
+    port, word = ends[0].line.serve()
+    for end in ends[1:]:
+        end.line.connect("127.0.0.1", port, word)
+    # All are known to the hub once it has what each sends first.
+    while len(ends[0].line._links) < count - 1:
+        pass
+    return ends
+
+
+def test_a_normal_end_waits_for_everyone_and_is_no_loss() -> None:
+    ends = run_of(3)
+    left: queue.Queue[int] = queue.Queue()
+
+    def leave(end: End) -> None:
+        end.line.leave()
+        left.put(end.line.me)
+
+    threads = [threading.Thread(target=leave, args=(end,), daemon=True) for end in ends]
+    for thread in threads[:2]:
+        thread.start()
+    with pytest.raises(queue.Empty):
+        left.get(timeout=0.2)  # process 2 is still at work
+    threads[2].start()
+    assert sorted(left.get(timeout=SOON) for _ in ends) == [0, 1, 2]
+    for end in ends[1:]:
+        end.line._links[0].shutdown(socket.SHUT_RDWR)
+    assert all(end.told.empty() for end in ends)
+
+
+def test_a_closed_connection_is_told_to_everyone_once() -> None:
+    ends = run_of(3)
+    ends[1].line._links[0].shutdown(socket.SHUT_RDWR)
+    assert ends[0].loss() == "process 1 of 3 was lost: it closed its connection, as a process that is killed does"
+    assert ends[2].loss() == "process 1 of 3 was lost: it closed its connection, as a process that is killed does"
+    assert ends[0].told.empty()
+    assert ends[2].told.empty()
+
+
+def test_the_hub_itself_is_missed() -> None:
+    ends = run_of(2)
+    ends[0].line._links[1].shutdown(socket.SHUT_RDWR)
+    assert ends[1].loss().startswith("process 0 of 2 was lost: it closed its connection")
+
+
+def test_a_failure_is_told_with_its_reason() -> None:
+    ends = run_of(3)
+    ends[2].line.fail("no such\n  file")
+    assert ends[0].loss() == "process 2 of 3 stopped: no such file"
+    assert ends[1].loss() == "process 2 of 3 stopped: no such file"
+    assert ends[2].told.empty()
+
+
+def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat at all, from a process whose connection stays open."""
+    monkeypatch.setattr(Lifeline, "_send_alive", lambda self: None)
+    ends = run_of(2, timeout_s=0.3)
+    assert ends[0].loss().endswith(" of 2 was lost: it has been silent for 0.3 s")
+
+
+def test_a_process_that_never_connects_and_strangers() -> None:
+    hub = End(0, 3, timeout_s=0.5)
+    port, _ = hub.line.serve()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"hello wrong 1\n")
+        assert hub.loss() == "no word from process 1, 2 of 3 in 0.5 s"
+        assert hub.line._links == {}
