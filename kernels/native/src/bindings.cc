@@ -132,6 +132,7 @@ void Product(ffi::ThreadPool& pool, const float* x, int64_t M, const ffi::AnyBuf
 ffi::Error MatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
   if (w.dimensions().size() != 2) return Wrong("w must have two axes");
   if (auto error = CheckProduct(x, w, *out, w.dimensions()[0]); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   std::vector<float> copy;
   Output to(out);
   Product(pool, AsFloats(x, copy), x.dimensions()[0], w, to.data());
@@ -145,6 +146,7 @@ ffi::Error NormedMatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer s
   if (w.dimensions().size() != 2) return Wrong("w must have two axes");
   if (auto error = CheckProduct(x, w, *out, w.dimensions()[0]); error.failure()) return error;
   if (auto error = CheckScale(x, scale); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   std::vector<float> copy;
   Output to(out);
   Product(pool, Normed(x, scale, eps, copy), x.dimensions()[0], w, to.data());
@@ -159,6 +161,7 @@ ffi::Error NormedGate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sca
   const int64_t F = w.dimensions()[0] / 2, I = w.dimensions()[1];
   if (auto error = CheckProduct(x, w, *out, F); error.failure()) return error;
   if (auto error = CheckScale(x, scale); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t M = x.dimensions()[0];
   std::vector<float> copy;
   const float* rows = Normed(x, scale, eps, copy);
@@ -203,6 +206,7 @@ ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   }
   const int64_t at = *layer.typed_data(), first = *offset.typed_data();
   if (at < 0 || at >= L) return Wrong("layer " + std::to_string(at) + " of a cache of " + std::to_string(L));
+  if (B * Q * K == 0) return ffi::Error::Success();
 
   std::vector<int64_t> seen(B * Q), filled(B, 0);  // slots that each query sees, and the most of a row
   int64_t longest = 0;
