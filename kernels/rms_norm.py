@@ -22,4 +22,4 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 def normalize(x: jax.Array, square: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """``rms_norm`` of x [..., D] whose sum of squares [..., 1] is known."""
     wide = x.astype(jnp.float32) * lax.rsqrt(square / x.shape[-1] + eps)
-    return scale * wide.astype(x.dtype)
+    return (scale * wide.astype(x.dtype)).astype(x.dtype)

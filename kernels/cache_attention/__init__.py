@@ -43,14 +43,11 @@ def cache_attention(
         A query that sees none of the slots gets sum 0 and output 0, never NaN.
 
     Raises:
-        KernelError: an unknown implementation, or one that does not take these queries.
+        KernelError: an unknown implementation, or one that does not take these operands.
     """
-    queries, most = q.shape[1], cpu_native.MOST_QUERIES
-
-    def not_native() -> str | None:
-        return None if 1 <= queries <= most else f"takes 1 to {most} new positions, not {queries}"
-
-    chosen = select("cache_attention", implementation, platform, IMPLEMENTATIONS, not_native)
+    chosen = select(
+        "cache_attention", implementation, platform, IMPLEMENTATIONS, lambda: cpu_native.not_taken(q, keys, values)
+    )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
         return reference.cache_attention(q, keys, values, **where)

@@ -43,7 +43,7 @@ def matmul(
     if chosen == "reference":
         out = reference.matmul(rows, weight)
     elif chosen == "cpu_native":
-        out = cpu_native.matmul(rows, weight, out_dtype)
+        out = cpu_native.matmul(rows, weight, out_dtype if out_dtype in cpu_native.DTYPES else jnp.dtype(jnp.float32))
     elif chosen == "xla_pieces":
         out = xla.matmul_pieces(rows, weight, platform=platform)
     else:
@@ -51,17 +51,22 @@ def matmul(
     return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def choose(operation: str, x: jax.Array, weight: jax.Array, platform: str, implementation: str | None) -> str:
-    """The implementation of a product of x [..., I] with weight [O, I]: the one asked for, or the platform's best."""
-    return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: _not_native(x, weight))
+def choose(
+    operation: str, x: jax.Array, weight: jax.Array, platform: str, implementation: str | None, *others: jax.Array
+) -> str:
+    """The implementation of a product of x [..., I] with weight [O, I]: the one asked for, or the platform's best.
+
+    others: what else the operation reads in a dtype of its own, such as a norm's scale.
+    """
+    return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: _not_native(x, weight, *others))
 
 
-def _not_native(x: jax.Array, weight: jax.Array) -> str | None:
+def _not_native(x: jax.Array, *others: jax.Array) -> str | None:
     """None, or what about a product ``cpu_native`` does not take."""
     rows = math.prod(x.shape[:-1])
     if not 1 <= rows <= cpu_native.MOST_ROWS:
         return f"takes 1 to {cpu_native.MOST_ROWS} rows, not {rows}"
-    for array in (x, weight):
-        if array.dtype not in (jnp.float32, jnp.bfloat16):
+    for array in (x, *others):
+        if array.dtype not in cpu_native.DTYPES:
             return f"takes float32 and bfloat16, not {array.dtype}"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+DTYPES = (jnp.float32, jnp.bfloat16)
 MOST_ROWS = 16
 """Above this many rows XLA's own dot, which blocks for the caches, is the faster."""
 

@@ -37,7 +37,7 @@ def normed_gate(
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
     flat = weight.reshape(-1, weight.shape[-1])
-    chosen = choose("normed_gate", x, flat, platform, implementation)
+    chosen = choose("normed_gate", x, flat, platform, implementation, scale)
     if chosen == "cpu_native" and bias is None:
         out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, flat)
         return out.reshape(*x.shape[:-1], weight.shape[1])

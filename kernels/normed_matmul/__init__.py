@@ -34,7 +34,7 @@ def normed_matmul(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
-    chosen = choose("normed_matmul", x, weight, platform, implementation)
+    chosen = choose("normed_matmul", x, weight, platform, implementation, scale)
     if chosen != "cpu_native":
         return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=chosen)
     out = cpu_native.normed_matmul(x.reshape(-1, x.shape[-1]), scale, eps, weight)

@@ -8,6 +8,7 @@ that. In 2 MiB pages, which Linux gives where it is asked to (`MADV_HUGEPAGE`), 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 
@@ -27,13 +28,17 @@ class HostMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Private: what is shared between processes comes in small pages.
             self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without large pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
             self._map = mmap.mmap(-1, length)
         self._used = 0
 
     def keep(self, block: np.ndarray) -> np.ndarray:
-        """The same values, in this region."""
+        """The same values, in this region: an array of the block's shape and dtype, at a multiple of `ALIGNMENT`.
+
+        Raises ValueError when the region is full.
+        """
         kept = np.frombuffer(self._map, block.dtype, block.size, self._used).reshape(block.shape)
         kept[...] = block
         self._used += -(-block.nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,6 +1,12 @@
 // The operations as XLA calls them: shapes and dtypes are checked here, so that a wrong one is an error in Python.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <exception>
+#include <new>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -17,8 +23,27 @@ namespace {
 
 ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument("shardstream: " + what); }
 
-bool IsBFloat16(ffi::DataType type) { return type == ffi::DataType::BF16 || type == ffi::DataType::U16; }
-bool IsNumber(ffi::DataType type) { return type == ffi::DataType::F32 || IsBFloat16(type); }
+bool IsNumber(ffi::DataType type) { return type == ffi::DataType::F32 || type == ffi::DataType::BF16; }
+// A cache may hold bfloat16 as uint16.
+bool IsStored(ffi::DataType type) { return IsNumber(type) || type == ffi::DataType::U16; }
+
+// The handler with what it throws (memory that cannot be had, above all) as an error in Python: XLA is compiled without
+// exceptions, and one that reached it would end the process.
+template <auto handler>
+struct Guard;
+
+template <typename... Args, ffi::Error (*handler)(Args...)>
+struct Guard<handler> {
+  static ffi::Error Run(Args... args) {
+    try {
+      return handler(std::move(args)...);
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "shardstream: out of memory");
+    } catch (const std::exception& error) {
+      return ffi::Error::Internal(std::string("shardstream: ") + error.what());
+    }
+  }
+};
 
 template <typename T>
 const T* Data(const ffi::AnyBuffer& buffer) {
@@ -66,7 +91,7 @@ ffi::Error CheckProduct(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const 
   const auto xs = x.dimensions(), ws = w.dimensions(), os = out.dimensions();
   if (xs.size() != 2 || ws.size() != 2 || os.size() != 2) return Wrong("x, w and out must have two axes");
   if (xs[1] != ws[1]) return Wrong("x and w differ in their last axis");
-  if (os[0] != xs[0] || os[1] != outputs) return Wrong("out does not have a row for each of x and a column for each of w");
+  if (os[0] != xs[0] || os[1] != outputs) return Wrong("out must have a row for each of x and a column for each of w");
   if (!IsNumber(x.element_type()) || !IsNumber(w.element_type()) || !IsNumber(out.element_type())) {
     return Wrong("x, w and out must be float32 or bfloat16");
   }
@@ -107,6 +132,7 @@ void Product(ffi::ThreadPool& pool, const float* x, int64_t M, const ffi::AnyBuf
 ffi::Error MatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
   if (w.dimensions().size() != 2) return Wrong("w must have two axes");
   if (auto error = CheckProduct(x, w, *out, w.dimensions()[0]); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   std::vector<float> copy;
   Output to(out);
   Product(pool, AsFloats(x, copy), x.dimensions()[0], w, to.data());
@@ -120,6 +146,7 @@ ffi::Error NormedMatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer s
   if (w.dimensions().size() != 2) return Wrong("w must have two axes");
   if (auto error = CheckProduct(x, w, *out, w.dimensions()[0]); error.failure()) return error;
   if (auto error = CheckScale(x, scale); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   std::vector<float> copy;
   Output to(out);
   Product(pool, Normed(x, scale, eps, copy), x.dimensions()[0], w, to.data());
@@ -134,6 +161,7 @@ ffi::Error NormedGate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sca
   const int64_t F = w.dimensions()[0] / 2, I = w.dimensions()[1];
   if (auto error = CheckProduct(x, w, *out, F); error.failure()) return error;
   if (auto error = CheckScale(x, scale); error.failure()) return error;
+  if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t M = x.dimensions()[0];
   std::vector<float> copy;
   const float* rows = Normed(x, scale, eps, copy);
@@ -165,8 +193,8 @@ ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   }
   const int64_t B = qs[0], T = qs[1], K = qs[2], G = qs[3], H = qs[4], L = ks[0], S = ks[3], Q = T * G;
   if (ks[1] != B || ks[2] != K || ks[4] != H) return Wrong("q and the cache differ in rows, heads or head size");
-  if (!IsNumber(q.element_type()) || !IsNumber(keys.element_type()) || keys.element_type() != values.element_type()) {
-    return Wrong("q and the cache must be float32 or bfloat16");
+  if (!IsNumber(q.element_type()) || !IsStored(keys.element_type()) || keys.element_type() != values.element_type()) {
+    return Wrong("q must be float32 or bfloat16, keys and values both one of these or uint16, which holds bfloat16");
   }
   if (layer.element_count() != 1 || offset.element_count() != 1 ||
       static_cast<int64_t>(positions.element_count()) != B * T || stride < 1) {
@@ -178,6 +206,7 @@ ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   }
   const int64_t at = *layer.typed_data(), first = *offset.typed_data();
   if (at < 0 || at >= L) return Wrong("layer " + std::to_string(at) + " of a cache of " + std::to_string(L));
+  if (B * Q * K == 0) return ffi::Error::Success();
 
   std::vector<int64_t> seen(B * Q), filled(B, 0);  // slots that each query sees, and the most of a row
   int64_t longest = 0;
@@ -233,13 +262,13 @@ ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
 }  // namespace
 }  // namespace shardstream
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_matmul, shardstream::MatMul,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_matmul, shardstream::Guard<shardstream::MatMul>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_matmul, shardstream::NormedMatMul,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_matmul, shardstream::Guard<shardstream::NormedMatMul>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -247,7 +276,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_matmul, shardstream::NormedMatM
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_gate, shardstream::NormedGate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_gate, shardstream::Guard<shardstream::NormedGate>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -255,7 +284,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_gate, shardstream::NormedGate,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_cache_attention, shardstream::CacheAttention,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_cache_attention, shardstream::Guard<shardstream::CacheAttention>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()

@@ -10,7 +10,6 @@ namespace shardstream {
 constexpr int64_t kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -65,7 +64,8 @@ inline Floats Exp(Floats x) {
   const Floats clamped = x < -87.0f ? Splat(-87.0f) : x;
   const Floats scaled = clamped * 1.44269504f;
   const Floats magic = Splat(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-  const Floats n = (scaled + magic) - magic;
+  const Floats sum = scaled + magic;
+  const Floats n = sum - magic;
   const Floats r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
   // Taylor to the seventh power; the first term left out, r^8 / 8!, is under 6e-9.
   Floats p = Splat(1.0f / 5040.0f);
@@ -76,7 +76,8 @@ inline Floats Exp(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  // The low bits of the sum are n; converting n itself would be undefined where x is NaN.
+  const Words exponent = (reinterpret_cast<const Words&>(sum) + 127) << 23;
   const Floats power = reinterpret_cast<const Floats&>(exponent);
   return x < -87.0f ? Splat(0.0f) : p * power;
 }
