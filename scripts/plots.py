@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
-BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK = (
+BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK, GREY = (
     "#0072B2",
     "#E69F00",
     "#009E73",
@@ -24,6 +24,7 @@ BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK = (
     "#D55E00",
     "#CC79A7",
     "#000000",
+    "#BBBBBB",
 )
 TERM_COLOURS = {
     "weights": BLUE,
@@ -32,6 +33,7 @@ TERM_COLOURS = {
     "collectives": RED,
     "layers": ORANGE,
     "step": PURPLE,
+    "rest": GREY,
 }
 TERM_LABELS = {
     "weights": "weights",
@@ -40,6 +42,7 @@ TERM_LABELS = {
     "collectives": "collectives",
     "layers": "overhead, layers",
     "step": "overhead, step",
+    "rest": "everything else",
 }
 
 
@@ -176,7 +179,7 @@ def stacked_bars(axes: Axes, names: list[str], terms_ms: list[dict[str, float]])
     """One bar for each name, its terms stacked in order; terms that are zero everywhere are left out."""
     bottoms = [0.0] * len(names)
     for term, colour in TERM_COLOURS.items():
-        heights = [terms[term] for terms in terms_ms]
+        heights = [terms.get(term, 0.0) for terms in terms_ms]
         if not any(heights):
             continue
         axes.bar(names, heights, bottom=bottoms, width=0.62, color=colour, label=TERM_LABELS[term])
