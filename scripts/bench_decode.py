@@ -166,11 +166,7 @@ def bench(args: argparse.Namespace) -> None:
     collectives = chosen_collectives(args.collective, max(args.tp))
     cache = set_up(args.cpu_devices, spare=max(args.tp))
     model, config = open_shape(args.model)
-    if args.context + args.steps >= config.max_position_embeddings:
-        raise UsageError(
-            f"--context {args.context} and --steps {args.steps} need {args.context + args.steps + 1} positions; this "
-            f"model was made for {config.max_position_embeddings} (max_position_embeddings)"
-        )
+    check_room(args, config)
     peers: list[Callable[[], Contestant]] = []
     if args.beside:
         if model is None:
@@ -288,6 +284,15 @@ def _result(one: Contestant, limit: Bandwidth, args: argparse.Namespace) -> dict
         "terms_ms": {**terms, "rest": tpot_s * 1e3 - sum(terms.values())},
         "compile_s": decoder.compile_s,
     }
+
+
+def check_room(args: argparse.Namespace, config: LlamaConfig) -> None:
+    """Refuse more positions than the model was made for."""
+    if args.context + args.steps >= config.max_position_embeddings:
+        raise UsageError(
+            f"--context {args.context} and --steps {args.steps} need {args.context + args.steps + 1} positions; this "
+            f"model was made for {config.max_position_embeddings} (max_position_embeddings)"
+        )
 
 
 def open_shape(name: str) -> tuple[ResolvedModel | None, LlamaConfig]:
