@@ -9,7 +9,7 @@ the devices is not half the latency, and why at some n it stops paying.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -25,9 +25,26 @@ from roofline.step_collectives import collectives_s, step_collectives
 IDEAL = Efficiency(bandwidth=1.0, compute=1.0, layer_overhead_s=0.0, step_overhead_s=0.0)
 
 
+class TermSum:
+    """Seconds of a step by cause: the fields of a dataclass."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.as_dict().values())
+
+    def as_dict(self) -> dict[str, float]:
+        """Seconds by name, in the order of the fields."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
+
+    def as_ms(self) -> dict[str, float]:
+        """Milliseconds by name."""
+        return {name: seconds * 1e3 for name, seconds in self.as_dict().items()}
+
+
 @dataclass(frozen=True)
-class Terms:
-    """Seconds of a step by cause; `total` is their sum.
+class Terms(TermSum):
+    """Seconds of a predicted step by cause; `total` is their sum.
 
     `weights`, `kv`: streaming the weights and the cache (and, in a prefill, the residual stream with
     the cache). `compute`: arithmetic that does not hide behind that streaming. `collectives`: waiting
@@ -41,18 +58,32 @@ class Terms:
     layers: float
     step: float
 
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.as_dict().values())
 
-    def as_dict(self) -> dict[str, float]:
-        """Seconds by name, in the order of the fields."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+@dataclass(frozen=True)
+class MeasuredTerms(TermSum):
+    """Seconds of a measured step by cause; `total` is their sum.
 
-    def as_ms(self) -> dict[str, float]:
-        """Milliseconds by name."""
-        return {name: seconds * 1e3 for name, seconds in self.as_dict().items()}
+    `weights`, `kv`: their bytes at the read bandwidth measured beside the step. `collectives`: what the step
+    loses when they are taken out. `rest`: what remains (reading below that bandwidth, arithmetic, dispatch).
+    """
+
+    weights: float
+    kv: float
+    collectives: float
+    rest: float
+
+    @classmethod
+    def of(
+        cls, weight_bytes: float, kv_bytes: float, bytes_per_s: float, measured_s: float, removed_s: float
+    ) -> MeasuredTerms:
+        """Split a step of `measured_s` that takes `removed_s` without its collectives.
+
+        No term is negative and they sum to `measured_s` when `bytes_per_s` is at least what both steps reached.
+        A step that is slower without its collectives than with them (noise) has none.
+        """
+        weights, kv = weight_bytes / bytes_per_s, kv_bytes / bytes_per_s
+        collectives = max(0.0, measured_s - removed_s)
+        return cls(weights, kv, collectives, measured_s - collectives - weights - kv)
 
 
 def _compute_dtype(case: Case) -> str:
@@ -143,7 +174,7 @@ class Step:
     """One device count of a scaling run. `gain` is the speed-up over the count before it, less one."""
 
     tp: int
-    terms: Terms
+    terms: TermSum
     gain: float | None
 
 
@@ -194,7 +225,7 @@ def doubling(
     return verdict
 
 
-def judge(terms: dict[int, Terms], threshold: float = 0.10) -> Verdict:
+def judge(terms: Mapping[int, TermSum], threshold: float = 0.10) -> Verdict:
     """Find the first device count that gains less than `threshold` over the one before it.
 
     The gain is `t(before) / t(after) - 1`: 100 % for a perfect doubling. The term to blame is the one
@@ -236,4 +267,5 @@ TERM_WORDS = {
     "collectives": "collectives are",
     "layers": "overhead paid once a layer is",
     "step": "overhead paid once a step is",
+    "rest": "everything else is",
 }

@@ -233,14 +233,18 @@ def check_writable(path: str | None) -> None:
 
 
 def write_json(path: str, data: Any) -> None:
-    """Write ``data`` whole or not at all; ``-`` is standard output, and links and devices are written through."""
+    """Write ``data`` as ``write_file`` does; ``-`` is standard output."""
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
-    target = Path(path).resolve()
     # A character that is half of a pair (an undecodable byte of the command line) becomes its JSON escape.
-    content = text.encode("utf-8", "backslashreplace")
+    write_file(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Write ``content`` whole or not at all; links and devices are written through."""
+    target = Path(path).resolve()
     if target.exists() and not target.is_file():  # /dev/stdout, a named pipe
         target.write_bytes(content)
         return

@@ -51,6 +51,7 @@ from scripts._cli import (
 from scripts._report import step_bytes, step_facts
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
+from sharding.collective_chain import Meeting
 from sharding.collectives import Collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh, place_on_mesh
@@ -133,11 +134,13 @@ class Chain:
         self.shardings = jax.tree.map(lambda x: x.sharding, rows)
         self.stop_ids, self.values = decoder.step_args((), sampling)
         self.program = decoder.decode_program(batch, max_len, sampling.form)
+        self.meeting = Meeting(decoder.layout.mesh)
 
     def sample(self) -> float:
         """Seconds a step of one dispatch."""
         rows: Rows = jax.tree.map(place_on_mesh, self.rows, self.shardings)
         jax.block_until_ready((rows, self.cache))
+        self.meeting.wait()
         began = time.perf_counter()
         arguments = (self.decoder.params, self.cache, rows, self.stop_ids, np.int32(self.steps), self.values)
         self.cache, _, emitted = self.program(*arguments)
@@ -166,12 +169,8 @@ def bench(args: argparse.Namespace) -> None:
         raise UsageError(f"--steps is {args.steps}; one dispatch runs at most {MAX_STEPS}")
     collectives = chosen_collectives(args.collective, max(args.tp))
     cache = set_up(args.cpu_devices, spare=max(args.tp))
-    model, config = _open(args.model)
-    if args.context + args.steps >= config.max_position_embeddings:
-        raise UsageError(
-            f"--context {args.context} and --steps {args.steps} need {args.context + args.steps + 1} positions; this "
-            f"model was made for {config.max_position_embeddings} (max_position_embeddings)"
-        )
+    model, config = open_shape(args.model)
+    check_room(args, config)
     peers: list[Callable[[], Contestant]] = []
     if args.beside:
         if model is None:
@@ -247,17 +246,32 @@ def _measure(
     """Rows timed in turns, with the bandwidth of their devices; everything is freed on return."""
     contestants = [build() for build in builders]
     probes = {tp: ReadProbe(layouts[tp].mesh) for tp in {one.tp for one in contestants}}
+    samples, limits = take_turns([one.chain.sample for one in contestants], probes, args.rounds)
+    for one, taken in zip(contestants, samples, strict=True):
+        one.samples = taken
+    return [_result(one, Bandwidth.of(limits[one.tp], one.tp), args) for one in contestants]
+
+
+def take_turns(
+    samplers: Sequence[Callable[[], float]], probes: Mapping[int, ReadProbe], rounds: int
+) -> tuple[list[list[float]], dict[int, list[float]]]:
+    """Samples of each, in rounds that begin with reads of every probe; a first round warms up. Closes the probes.
+
+    Returns:
+        ``rounds`` samples for each sampler, and the bytes/s that each probe read, by its key.
+    """
+    samples: list[list[float]] = [[] for _ in samplers]
     limits: dict[int, list[float]] = {tp: [] for tp in probes}
-    for turn in range(args.rounds + 1):
+    for turn in range(rounds + 1):
         for tp, probe in probes.items():
             read = [probe.sample() for _ in range(READS)]
-            limits[tp] += read if turn else []  # the first round warms up
-        for one in contestants:
-            seconds = one.chain.sample()
-            one.samples += [seconds] if turn else []
+            limits[tp] += read if turn else []
+        for taken, sampler in zip(samples, samplers, strict=True):
+            seconds = sampler()
+            taken += [seconds] if turn else []
     for probe in probes.values():
         probe.close()
-    return [_result(one, Bandwidth.of(limits[one.tp], one.tp), args) for one in contestants]
+    return samples, limits
 
 
 def _result(one: Contestant, limit: Bandwidth, args: argparse.Namespace) -> dict[str, Any]:
@@ -285,7 +299,16 @@ def _result(one: Contestant, limit: Bandwidth, args: argparse.Namespace) -> dict
     }
 
 
-def _open(name: str) -> tuple[ResolvedModel | None, LlamaConfig]:
+def check_room(args: argparse.Namespace, config: LlamaConfig) -> None:
+    """Refuse more positions than the model was made for."""
+    if args.context + args.steps >= config.max_position_embeddings:
+        raise UsageError(
+            f"--context {args.context} and --steps {args.steps} need {args.context + args.steps + 1} positions; this "
+            f"model was made for {config.max_position_embeddings} (max_position_embeddings)"
+        )
+
+
+def open_shape(name: str) -> tuple[ResolvedModel | None, LlamaConfig]:
     """A checkpoint, or no checkpoint and a preset's configuration."""
     if name.lower() in PRESETS and not Path(name).exists():
         return None, preset(name.lower())

@@ -6,6 +6,7 @@ display and no global state is involved.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
-BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK = (
+BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK, GREY = (
     "#0072B2",
     "#E69F00",
     "#009E73",
@@ -24,6 +25,7 @@ BLUE, ORANGE, GREEN, SKY, RED, PURPLE, BLACK = (
     "#D55E00",
     "#CC79A7",
     "#000000",
+    "#BBBBBB",
 )
 TERM_COLOURS = {
     "weights": BLUE,
@@ -32,6 +34,7 @@ TERM_COLOURS = {
     "collectives": RED,
     "layers": ORANGE,
     "step": PURPLE,
+    "rest": GREY,
 }
 TERM_LABELS = {
     "weights": "weights",
@@ -40,6 +43,7 @@ TERM_LABELS = {
     "collectives": "collectives",
     "layers": "overhead, layers",
     "step": "overhead, step",
+    "rest": "everything else",
 }
 
 
@@ -55,6 +59,101 @@ def new_figure(width: float, height: float) -> Figure:
 def plot_memory_wall(report: dict[str, Any], path: Path) -> None:
     """Write the picture of the report of `scripts.memory_wall` as a PNG."""
     draw_memory_wall(report).savefig(path, dpi=130, format="png")
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=130, format="png")
+    return content.getvalue()
+
+
+def draw_scaling(report: dict[str, Any]) -> Figure:
+    """Two panels of the report of `scripts.bench_scaling`: a step by device count, and its terms."""
+    figure = new_figure(13, 5.2)
+    lines, bars = figure.subplots(1, 2)
+    _scaling_lines(lines, report["rows"])
+    _scaling_terms(bars, report["rows"])
+    slice_note = f", {report['num_layers']} of {report['model_layers']} layers" if report["sliced"] else ""
+    figure.suptitle(
+        f"{report['model']}{slice_note} in {report['dtype']} on {report['device']['kind']}, batch {report['batch']}, "
+        f"context {report['context']}, all-reduce by {report['collective']}\n{report['verdict']}",
+        fontsize=11,
+    )
+    return figure
+
+
+def _scaling_lines(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Measured, ideal and predicted time of a step; the share of collectives is shaded under the measured line."""
+    counts = [row["tp"] for row in rows]
+    measured = [row["measured_ms"] for row in rows]
+    without = [row["measured_ms"] - row["terms_ms"]["collectives"] for row in rows]
+    axes.fill_between(counts, without, measured, color=RED, alpha=0.25, lw=0, label="collectives (by removal)")
+    axes.errorbar(
+        counts,
+        measured,
+        yerr=[
+            [row["measured_ms"] - min(row["samples_ms"]) for row in rows],
+            [max(row["samples_ms"]) - row["measured_ms"] for row in rows],
+        ],
+        color=BLUE,
+        marker="o",
+        lw=2,
+        capsize=4,
+        label="measured (median, range)",
+    )
+    axes.plot(
+        counts, [row["ideal_ms"] for row in rows], color=BLACK, marker="_", ls="--", label="ideal (bytes / limit)"
+    )
+    known = [row for row in rows if row["predicted_ms"] is not None]
+    if known:
+        axes.plot(
+            [row["tp"] for row in known],
+            [row["predicted_ms"] for row in known],
+            color=ORANGE,
+            marker="D",
+            ls=":",
+            lw=2,
+            label="predicted",
+        )
+    beyond = [row["tp"] for row in rows if row["functional_only"]]
+    if beyond:
+        axes.axvspan(
+            min(beyond) * 0.85, max(counts) * 1.15, color="grey", alpha=0.12, label="functional only", zorder=0
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts], minor=False)
+    axes.set(
+        xlabel="devices (tp)",
+        ylabel="time per output token (ms)",
+        title="A decode step by device count",
+        ylim=(0, max(max(row["samples_ms"]) for row in rows) * 1.15),
+        xlim=(min(counts) * 0.85, max(counts) * 1.15),
+    )
+    axes.grid(alpha=0.3, lw=0.4)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.14), ncols=4, fontsize=8.5, frameon=False)
+
+
+def _scaling_terms(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Where the measured step went, with the speed-up over the smallest count."""
+    names = [str(row["tp"]) for row in rows]
+    stacked_bars(axes, names, [row["terms_ms"] for row in rows])
+    for index, row in enumerate(rows):
+        axes.annotate(
+            f"{row['measured_ms']:.3g} ms\n{row['speedup']:.2f}x",
+            (index, row["measured_ms"]),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    axes.set(
+        xlabel="devices (tp)",
+        ylabel="time per output token (ms)",
+        title="Where the measured step went",
+        ylim=(0, max(row["measured_ms"] for row in rows) * 1.2),
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8.5)
 
 
 def draw_memory_wall(report: dict[str, Any]) -> Figure:
@@ -176,7 +275,7 @@ def stacked_bars(axes: Axes, names: list[str], terms_ms: list[dict[str, float]])
     """One bar for each name, its terms stacked in order; terms that are zero everywhere are left out."""
     bottoms = [0.0] * len(names)
     for term, colour in TERM_COLOURS.items():
-        heights = [terms[term] for terms in terms_ms]
+        heights = [terms.get(term, 0.0) for terms in terms_ms]
         if not any(heights):
             continue
         axes.bar(names, heights, bottom=bottoms, width=0.62, color=colour, label=TERM_LABELS[term])

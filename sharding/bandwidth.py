@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding.collective_chain import Meeting
 from sharding.mesh import place_on_mesh
 
 COLUMNS = 2048
@@ -73,9 +74,11 @@ class ReadProbe:
         )
         self._x = place_on_mesh(np.ones((1, COLUMNS), np.float32), NamedSharding(mesh, PartitionSpec()))
         jax.block_until_ready(self._run(self.buffer, self._x))  # compiles, and is not timed
+        self._meeting = Meeting(mesh)
 
     def sample(self) -> float:
         """Bytes/s of one device in one timed read."""
+        self._meeting.wait()
         began = time.perf_counter()
         jax.block_until_ready(self._run(self.buffer, self._x))
         return self.buffer.nbytes / self.devices / (time.perf_counter() - began)

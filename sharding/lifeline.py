@@ -16,6 +16,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 HUB = 0
+GREETING_S, FAREWELL_S = 5.0, 2.0
+"""Seconds for a new connection to say who it is, and for the others to hear of a failure."""
+
 ALIVE, DONE, FAILED, HELLO = "alive", "done", "failed", "hello"
 
 OnLoss = Callable[[str], None]
@@ -33,28 +36,41 @@ class Lifeline:
     def __init__(self, me: int, count: int, timeout_s: float, on_loss: OnLoss):
         self.me, self.count, self.timeout_s, self._on_loss = me, count, timeout_s, on_loss
         self._links: dict[int, socket.socket] = {}
+        self._listeners: list[threading.Thread] = []
         self._done: set[int] = set()
         self._everyone_done = threading.Event()
         self._ended = False
         self._lock = threading.RLock()
 
-    def serve(self) -> tuple[int, str]:
-        """On process 0: wait for the others in the background. Returns the port and the word they must say."""
+    def listen(self) -> tuple[int, str]:
+        """On process 0: open the port that the others connect to. Returns it, and the word they must say."""
         two_stacks = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if two_stacks else socket.AF_INET
-        server = socket.create_server(("", 0), family=family, dualstack_ipv6=two_stacks)
-        server.settimeout(self.timeout_s)
-        word = secrets.token_hex(16)
-        self._start(self._accept, server, word)
+        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=two_stacks)
+        self._word = secrets.token_hex(16)
+        return self._server.getsockname()[1], self._word
+
+    def accept(self) -> None:
+        """On process 0, after ``listen``: wait for every other process. Raises TimeoutError naming those missing."""
+        deadline = time.monotonic() + self.timeout_s
+        with self._server:
+            while len(self._links) < self.count - 1:
+                self._server.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    self._greet(self._server.accept()[0])
+                except TimeoutError:
+                    missing = [str(peer) for peer in range(1, self.count) if peer not in self._links]
+                    raise TimeoutError(
+                        f"no word from process {', '.join(missing)} of {self.count} in {self.timeout_s:g} s"
+                    ) from None
         self._start(self._send_alive)
-        return server.getsockname()[1], word
 
     def connect(self, host: str, port: int, word: str) -> None:
         """On every other process: reach process 0. Raises OSError when that cannot be done in time."""
         link = socket.create_connection((host, port), timeout=self.timeout_s)
         link.sendall(f"{HELLO} {word} {self.me}\n".encode())
         self._links[HUB] = link
-        self._start(self._listen, HUB, _lines(link))
+        self._hear(HUB, _lines(link))
         self._start(self._send_alive)
 
     def leave(self) -> None:
@@ -72,33 +88,24 @@ class Lifeline:
         """Tell the others that this process ends early, and why."""
         with self._lock:
             self._ended = True
-        self._tell(f"{FAILED} process {self.me} of {self.count} stopped: {' '.join(message.split())}")
+        self._bid_farewell(f"process {self.me} of {self.count} stopped: {' '.join(message.split())}")
 
-    def _accept(self, server: socket.socket, word: str) -> None:
-        with server:
-            while True:
-                try:
-                    link, _ = server.accept()
-                except TimeoutError:
-                    break
-                link.settimeout(self.timeout_s)
-                self._start(self._greet, link, word)
-        missing = [str(peer) for peer in range(1, self.count) if peer not in self._links]
-        if missing:
-            self._lose(f"no word from process {', '.join(missing)} of {self.count} in {self.timeout_s:g} s")
-
-    def _greet(self, link: socket.socket, word: str) -> None:
+    def _greet(self, link: socket.socket) -> None:
+        link.settimeout(min(GREETING_S, self.timeout_s))
         lines = _lines(link)
         try:
             said = lines.readline().split()
-        except OSError:  # a stranger, or a process that is lost already
+        except OSError:  # silent or gone: a stranger
             said = []
-        if said[:2] != [HELLO, word]:
+        if said[:2] != [HELLO, self._word]:
             link.close()
             return
-        with self._lock:
-            self._links[int(said[2])] = link
-        self._listen(int(said[2]), lines)
+        link.settimeout(self.timeout_s)
+        self._links[int(said[2])] = link
+        self._hear(int(said[2]), lines)
+
+    def _hear(self, peer: int, lines: TextIO) -> None:
+        self._listeners.append(self._start(self._listen, peer, lines))
 
     def _listen(self, peer: int, lines: TextIO) -> None:
         reason = "closed its connection, as a process that is killed does"
@@ -128,8 +135,16 @@ class Lifeline:
             if self._ended:
                 return
             self._ended = True
-        self._tell(f"{FAILED} {message}")
+        self._bid_farewell(message)
         self._on_loss(message)
+
+    def _bid_farewell(self, message: str) -> None:
+        """Tell of a failure. The others end when they have read it; ending first could take it from them unread."""
+        self._tell(f"{FAILED} {message}")
+        deadline = time.monotonic() + FAREWELL_S
+        for listener in self._listeners:
+            if listener is not threading.current_thread():
+                listener.join(max(0.0, deadline - time.monotonic()))
 
     def _send_alive(self) -> None:
         while True:
@@ -145,8 +160,10 @@ class Lifeline:
                     continue
 
     @staticmethod
-    def _start(work: Callable[..., None], *arguments: object) -> None:
-        threading.Thread(target=work, args=arguments, daemon=True).start()
+    def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        return thread
 
 
 def _lines(link: socket.socket) -> TextIO:

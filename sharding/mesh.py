@@ -69,6 +69,11 @@ def spread(devices: Sequence[jax.Device], count: int) -> list[jax.Device]:
     return chosen
 
 
+def owns_a_device(mesh: Mesh) -> bool:
+    """Whether this process takes part in programs over ``mesh``."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
 def check_every_process_has_a_device(mesh: Mesh) -> None:
     """For programs in which every process takes part.
 

@@ -135,8 +135,9 @@ def _tie(timeout_s: float, on_loss: OnLoss) -> Membership:
     if count == 1:
         return Membership(me, count, lifeline)
     if me == HUB:
-        port, word = lifeline.serve()
+        port, word = lifeline.listen()
         state.client.key_value_set(_KEY, f"{port} {word}")
+        lifeline.accept()
     else:
         text = state.client.blocking_key_value_get(_KEY, int(timeout_s * 1000))
         port_text, word = text.split()

@@ -128,7 +128,7 @@ NARROW = replace(TWO_HEADS, hidden_size=250)  # does not divide over 3 or 4 devi
 @pytest.mark.parametrize(
     ("config", "tp", "form"),
     [
-        *[(config, tp, "psum") for config, tp in KV_HEADS_ONLY + WITH_KV_SEQ],
+        *[(config, tp, "psum") for config, tp in [*KV_HEADS_ONLY, *WITH_KV_SEQ, (TWO_HEADS, 3)]],
         *[(config, tp, form) for form in ("scatter", "one_shot") for config, tp in ((LLAMA, 4), (TWO_HEADS, 8))],
         (NARROW, 3, "scatter"),
     ],

@@ -212,6 +212,37 @@ def test_a_prefill_sums_every_position_and_samples_once():
     assert calls["sampler"].nbytes == 40
 
 
+def test_a_scattered_residual_is_gathered_for_each_norm_with_its_sum_of_squares():
+    """D = 36 over 8 devices: 40 with padding, so 5 bf16 numbers and one f32 a device."""
+    calls = step_collectives(Case(ODD, tp=8, batch=3, collective="scatter"))
+    sums = [call for call in calls if call.op == "reduce_scatter"]
+    assert sums == [
+        Call("embedding", "reduce_scatter", 1, 3 * 40 * 2.0, 8),
+        Call("attention output", "reduce_scatter", 2, 3 * 40 * 4.0, 8),
+        Call("MLP output", "reduce_scatter", 2, 3 * 40 * 4.0, 8),
+    ]
+    assert Call("norms", "all_gather", 5, 3 * 8 * (5 * 2 + 4.0), 8) in calls
+
+
+def test_one_shot_gathers_the_terms_of_every_device():
+    calls = {call.purpose: call for call in step_collectives(Case(LLAMA_8B, tp=4, collective="one_shot"))}
+    assert calls["embedding"] == Call("embedding", "all_gather", 1, 4 * 4096 * 2.0, 4)
+    assert calls["MLP output"] == Call("MLP output", "all_gather", 32, 4 * 4096 * 4.0, 4)
+
+
+@pytest.mark.parametrize("form", ["scatter", "one_shot"])
+def test_a_prefill_sums_by_all_reduce_whatever_the_step_does(form):
+    case = Case(LLAMA_8B, tp=4, collective=form)
+    assert step_collectives(case, tokens=64) == step_collectives(case.at(collective="psum"), tokens=64)
+
+
+def test_forms_that_cannot_be_are_refused():
+    with pytest.raises(RooflineError, match="collective is 'ring': use one of psum, scatter, one_shot"):
+        Case(LLAMA_8B, tp=2, collective="ring")
+    with pytest.raises(RooflineError, match="embed, out cannot be replicated; use psum"):
+        Case(LLAMA_8B, tp=2, collective="scatter", replicated=("embed", "out", "head"))
+
+
 def test_the_sum_of_calls():
     calls = step_collectives(Case(LLAMA_8B, tp=2))
     assert collectives_s(calls, Constant(10e-6)) == pytest.approx(66 * 10e-6)

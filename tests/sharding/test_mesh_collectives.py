@@ -6,20 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from sharding.collectives import (
+    COLLECTIVE_FORMS,
+    CollectiveForm,
+    Collectives,
     all_gather,
     all_reduce_max,
     all_reduce_sum,
     axis_size,
     exchange_heads,
+    reduce_scatter_sum,
     tensor_index,
 )
 from sharding.hlo import count_collectives
-from sharding.mesh import KV_HEAD, KV_SEQ, TENSOR, make_mesh
+from sharding.mesh import KV_HEAD, KV_SEQ, TENSOR, LayoutError, make_mesh
 
 MESHES = [(1, 3), (3, 3), (2, 3), (6, 3), (8, 2)]
 SPLIT = PartitionSpec(TENSOR)
@@ -67,6 +72,37 @@ def test_gather_is_in_device_order(tp: int, heads: int) -> None:
     whole, program = on_mesh(tp, heads, lambda x: all_gather(x, TENSOR, axis=1), PartitionSpec(), x)
     np.testing.assert_array_equal(whole, np.concatenate(x, axis=0)[None])
     assert count_collectives(program) == ({"all-gather": 1} if tp > 1 else {})
+
+
+@pytest.mark.parametrize(("tp", "heads"), MESHES)
+def test_a_reduce_scatter_leaves_each_device_its_slice_of_the_sum(tp: int, heads: int) -> None:
+    x = numbers(tp, 2 * tp)
+    shares, program = on_mesh(tp, heads, lambda x: reduce_scatter_sum(x, TENSOR, axis=1), SPLIT, x)
+    np.testing.assert_allclose(shares, x.sum(axis=0).reshape(tp, 2), rtol=1e-5, atol=1e-6)
+    assert count_collectives(program) == ({"reduce-scatter": 1} if tp > 1 else {})
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(3, 3), (6, 3), (8, 2)])
+@pytest.mark.parametrize("form", COLLECTIVE_FORMS)
+def test_every_form_adds_up_the_hidden_state_and_its_squares(tp: int, heads: int, form: CollectiveForm) -> None:
+    """7 numbers, which no mesh divides: what comes back is the sum of all devices and of its squares, whole."""
+    collectives = Collectives(form)
+
+    def body(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = collectives.reduce_hidden(x) + collectives.hidden_share(jnp.arange(7.0))
+        return collectives.whole_hidden(mine, jnp.sum(mine**2, axis=-1, keepdims=True), 7)
+
+    x = numbers(tp, 7)
+    mapped = jax.shard_map(body, mesh=make_mesh(tp, heads), in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
+    whole, square = jax.jit(mapped)(x)
+    expected = x.sum(axis=0) + np.arange(7)
+    np.testing.assert_allclose(whole, np.broadcast_to(expected, (tp, 7)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(square, np.full((tp, 1), (expected**2).sum()), rtol=1e-5)
+
+
+def test_an_unknown_form_names_those_known() -> None:
+    with pytest.raises(LayoutError, match="collective is 'ring'; it must be one of psum, scatter, one_shot"):
+        Collectives("ring")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("tp", "heads"), MESHES)

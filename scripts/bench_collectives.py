@@ -1,0 +1,196 @@
+"""Times collectives over message sizes and device counts, and fits each with a latency and a bandwidth.
+
+    python -m scripts.bench_collectives --cpu-devices 2 --json collectives.json
+    python -m scripts.memory_wall --model llama-3.1-8b --chip cpu --tp 1,2 --collectives collectives.json
+
+A sample is one dispatch of a dependent chain of calls. The fit is the line ``alpha + bytes / bandwidth`` that the
+latency model reads: ``scripts.memory_wall --collectives``, ``scripts.bench_scaling --constants``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from roofline.collectives import OPS, AlphaBeta, Measured
+from scripts._cli import (
+    UsageError,
+    add_device_options,
+    check_writable,
+    device_facts,
+    integers,
+    positive,
+    run_command,
+    set_up,
+    versions,
+    words,
+    write_json,
+)
+from scripts._processes import add_process_options
+from sharding.collective_chain import CollectiveChain, Step
+from sharding.mesh import TENSOR, make_mesh, owns_a_device
+from sharding.multihost import process_count
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = tuple(KIB * 4**power for power in range(9))
+"""1 KiB to 64 MiB."""
+
+ROUNDS = 7
+CHAINED_BYTES = 4 * MIB
+MOST_CHAINED, FEWEST_CHAINED = 512, 2
+"""Calls in one dispatch: as many as move ``CHAINED_BYTES``, within these. Not by the clock: processes must agree."""
+
+UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "K": KIB, "M": MIB}
+COLUMNS = """\
+bytes     of the array that is summed (all_reduce), else of the whole array over the group
+us        median time of one call in a chain where each needs the one before
+line      what the fitted line says: alpha + bytes / bandwidth, least squares on relative errors"""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_collectives",
+        description="Time collectives over sizes and device counts, and fit latency and bandwidth.",
+    )
+    parser.add_argument(
+        "--devices",
+        type=integers,
+        metavar="LIST",
+        help="device counts, such as 2,4,8 (default: powers of two, and all)",
+    )
+    parser.add_argument("--ops", type=words(OPS), default=list(OPS), metavar="LIST", help=f"default {','.join(OPS)}")
+    parser.add_argument(
+        "--sizes",
+        type=sizes,
+        default=list(SIZES),
+        metavar="LIST",
+        help="message sizes, such as 1KiB,64KiB,4MiB (default 1KiB to 64MiB, each four times the one before)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=ROUNDS, metavar="N", help=f"samples a size (default {ROUNDS})"
+    )
+    add_device_options(parser)
+    add_process_options(parser)
+    parser.add_argument("--json", metavar="PATH", help="write samples and fits; - is standard output")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return run_command(lambda: bench(args), processes=args)
+
+
+def sizes(text: str) -> list[int]:
+    """argparse type: message sizes in bytes, KiB or MiB, separated by commas; ascending, each once."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", part.strip())
+        if not match or match[2].upper() not in UNITS or int(match[1]) == 0:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a size such as 4096, 64KiB or 4MiB")
+        found.append(int(match[1]) * UNITS[match[2].upper()])
+    return sorted(set(found))
+
+
+def bench(args: argparse.Namespace) -> None:
+    check_writable(args.json)
+    if len(args.sizes) < 2:
+        raise UsageError("--sizes needs two or more: a line has a latency and a bandwidth")
+    set_up(args.cpu_devices, spare=max(args.devices or [2]))
+    counts = args.devices or default_counts(jax.device_count())
+    if min(counts) < 2:
+        raise UsageError("--devices 1 has no collectives: give 2 or more, on CPU with --cpu-devices")
+    meshes = {count: make_mesh(count, count) for count in counts}
+    rows = []
+    for count, mesh in meshes.items():
+        for op in args.ops if owns_a_device(mesh) else ():
+            samples = measure(mesh, op, args.sizes, args.rounds)
+            rows.append(result(op, count, samples))
+    run = {"rounds": args.rounds, "processes": process_count(), "versions": versions(), "device": device_facts()}
+    print(table(run, rows), file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.json:
+        write_json(args.json, {**run, "collectives": constants(rows).to_json(), "measured": rows})
+
+
+def default_counts(devices: int) -> list[int]:
+    """2, 4, 8... and all of them."""
+    powers = [2**power for power in range(1, devices.bit_length()) if 2**power <= devices]
+    return sorted({*powers, devices})
+
+
+def measure(mesh: Mesh, op: str, nbytes: Iterable[int], rounds: int) -> dict[int, list[float]]:
+    """Seconds of one call of ``op`` over all devices of ``mesh``: ``rounds`` samples for each size in bytes."""
+    found = {}
+    for size in nbytes:
+        chain = CollectiveChain(mesh, [Step(op, size, TENSOR)])
+        calls = min(MOST_CHAINED, max(FEWEST_CHAINED, CHAINED_BYTES // size))
+        chain.sample(calls)  # the first warms up
+        found[size] = [chain.sample(calls) for _ in range(rounds)]
+        chain.close()
+    return found
+
+
+def result(op: str, devices: int, samples: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """One op over one device count as JSON: medians, every sample, and the line through the medians."""
+    medians = {size: statistics.median(taken) for size, taken in samples.items()}
+    line = AlphaBeta.from_samples(op, devices, medians.items())
+    return {
+        "op": op,
+        "devices": devices,
+        "alpha_us": line.alpha_s * 1e6,
+        "bytes_per_s": None if line.bytes_per_s == float("inf") else line.bytes_per_s,
+        "sizes": [
+            {
+                "bytes": size,
+                "us": medians[size] * 1e6,
+                "line_us": line.time(size) * 1e6,
+                "samples_us": [one * 1e6 for one in taken],
+            }
+            for size, taken in samples.items()
+        ],
+    }
+
+
+def constants(rows: Iterable[Mapping[str, Any]]) -> Measured:
+    """The fitted lines, as the latency model takes them."""
+    lines = []
+    for row in rows:
+        width = float("inf") if row["bytes_per_s"] is None else row["bytes_per_s"]
+        lines.append(AlphaBeta(row["op"], row["devices"], row["alpha_us"] / 1e6, width))
+    return Measured(tuple(lines))
+
+
+def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """For people: each line's two numbers, and under them the sizes they were fitted to."""
+    device = run["device"]
+    title = f"collectives on {device['kind']}, {device['cpu_cores']} CPU cores, jax {run['versions']['jax']}"
+    if run["processes"] > 1:
+        title += f", {run['processes']} processes"
+    if device["platform"] == "cpu":
+        title += "; CPU devices share cores and memory"
+    lines = [f"{title}; {run['rounds']} samples a size", ""]
+    for row in rows:
+        width = "no limit seen" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.2f} GB/s"
+        lines.append(f"{row['op']} over {row['devices']} devices: alpha {row['alpha_us']:.1f} us, {width}")
+        lines.append("  " + "".join(f"{one:>10}" for one in ("bytes", "us", "line")))
+        lines += [f"  {size_text(one['bytes']):>10}{one['us']:>10.1f}{one['line_us']:>10.1f}" for one in row["sizes"]]
+        lines.append("")
+    return "\n".join([*lines, COLUMNS])
+
+
+def size_text(nbytes: int) -> str:
+    """``65536`` -> ``64 KiB``."""
+    for unit, size in (("MiB", MIB), ("KiB", KIB)):
+        if nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""How a decode step scales with devices, and where the time goes: measured, split, predicted, judged.
+
+    python -m scripts.bench_scaling --model demo --tp 1,2 --threads-per-device 1 --json scaling.json --plot scaling.png
+
+At each device count: the step; the same compiled step with local no-ops in place of its collectives; those collectives
+alone, as many and as large, in a dependent chain; and the read bandwidth of each device. All take turns, so that a
+machine whose speed drifts slows them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from decode.decoder import Decoder
+from decode.step import MAX_STEPS
+from model.checkpoint.resolve import ACCEPTED, ResolvedModel
+from model.config import LlamaConfig
+from model.presets import PRESETS
+from model.random_init import random_params
+from roofline.case import Case
+from roofline.collectives import Measured
+from roofline.cpu import matmul
+from roofline.step_collectives import Call, collectives_s, step_collectives
+from scripts import plots
+from scripts._cli import (
+    DTYPES,
+    UsageError,
+    add_collective_option,
+    add_device_options,
+    check_writable,
+    chosen_collectives,
+    default_dtype,
+    device_facts,
+    integers,
+    positive,
+    run_command,
+    set_up,
+    versions,
+    write_file,
+    write_json,
+)
+from scripts._processes import add_process_options
+from scripts._report import step_bytes, step_facts
+from scripts._scaling import Samples, chip_flops, predict, render, report_rows, verdict
+from scripts.bench_collectives import constants as fitted
+from scripts.bench_collectives import measure, result
+from scripts.bench_decode import Chain, check_room, open_shape, take_turns
+from sharding.bandwidth import Bandwidth, ReadProbe
+from sharding.collective_chain import CollectiveChain, Step
+from sharding.collectives import Collectives
+from sharding.layout import Layout
+from sharding.mesh import KV_SEQ, TENSOR, make_mesh, owns_a_device
+from sharding.self_check import check_mesh
+
+ONE_THREAD = {"NPROC": "1", "PJRT_NPROC": "1"}
+"""What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing."""
+
+MOST_CPU_PER_DEVICE = 1.3
+"""CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
+
+CONSTANT_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19)
+"""Message sizes in bytes for measuring latency and bandwidth of the collectives where no file gives them."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_scaling",
+        description="Time decode steps at several device counts, and split, predict and judge them.",
+    )
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help=f"{ACCEPTED}; or a preset, run with random weights: {', '.join(PRESETS)}. Default: demo",
+    )
+    parser.add_argument(
+        "--layers",
+        type=positive,
+        metavar="N",
+        help="run only so many of the model's layers, with random weights made in place on each device",
+    )
+    parser.add_argument(
+        "--tp", type=integers, default=[1, 2], metavar="LIST", help="device counts, such as 1,2,4,8 (default 1,2)"
+    )
+    add_device_options(parser)
+    parser.add_argument(
+        "--threads-per-device",
+        type=int,
+        choices=(1,),
+        help="on CPU: start again with one thread for each device, so that devices do not share cores",
+    )
+    add_collective_option(parser)
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
+    parser.add_argument(
+        "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=MAX_STEPS, metavar="N", help=f"steps a sample, at most {MAX_STEPS} (default)"
+    )
+    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="samples a count (default 7)")
+    parser.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="load, time and free each count in turn, for models that do not fit beside each other",
+    )
+    parser.add_argument(
+        "--constants",
+        metavar="PATH",
+        help="latency and bandwidth of collectives, from bench_collectives --json (default: measured in this run)",
+    )
+    add_process_options(parser)
+    parser.add_argument("--json", metavar="PATH", help="write every sample; - is standard output")
+    parser.add_argument("--plot", metavar="PATH", help="draw measured, ideal and predicted steps to a PNG")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.threads_per_device and any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
+        return _start_again(sys.argv[1:] if argv is None else argv)
+    return run_command(lambda: bench(args), processes=args)
+
+
+def _start_again(argv: Sequence[str]) -> int:
+    """The same command in a child process, where XLA finds ``ONE_THREAD`` as it starts."""
+    command = [sys.executable, "-m", "scripts.bench_scaling", *argv]
+    child = subprocess.Popen(command, env={**os.environ, **ONE_THREAD})
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:  # the terminal sent it to the child too, which ends
+            continue
+
+
+@dataclass
+class Count:
+    """One device count: what is timed, and what is known of it."""
+
+    layout: Layout
+    decoder: Decoder
+    samples: Samples
+    step: Chain
+    removed: Chain | None
+    alone: CollectiveChain | None
+
+
+def bench(args: argparse.Namespace) -> None:
+    for path in (args.json, args.plot):
+        check_writable(path)
+    if args.plot:
+        plots.new_figure(1, 1)  # says now what is missing
+    if args.steps > MAX_STEPS:
+        raise UsageError(f"--steps is {args.steps}; one dispatch runs at most {MAX_STEPS}")
+    collectives = chosen_collectives(args.collective, max(args.tp))
+    given = Measured.load(args.constants) if args.constants else None
+    cache = set_up(args.cpu_devices, spare=max(args.tp))
+    device = device_facts()
+    on_cpu = device["platform"] == "cpu"
+    if args.threads_per_device and not on_cpu:
+        raise UsageError(f"--threads-per-device is for CPU devices; these are {device['kind']}; leave it out")
+    model, whole = open_shape(args.model)
+    model, config = _sliced(args, model, whole)
+    check_room(args, config)
+    dtype = args.dtype or default_dtype()
+    layouts = {tp: Layout(make_mesh(tp, config.num_kv_heads)) for tp in sorted(args.tp)}
+    cases = {
+        tp: Case(
+            config,
+            dtype,
+            dtype,
+            tp=tp,
+            batch=args.batch,
+            context=args.context + args.steps // 2,
+            collective=collectives.collective,
+        )
+        for tp in layouts
+    }
+    if given is not None:
+        for case in cases.values():
+            collectives_s(step_collectives(case), given)  # refuses a file that lacks one, before anything is timed
+    mine = {tp: layout for tp, layout in layouts.items() if owns_a_device(layout.mesh)}
+    for layout in mine.values():
+        check_mesh(layout)
+
+    measured: dict[int, Samples] = {}
+    facts: dict[int, dict[str, Any]] = {}
+    for turn in [[tp] for tp in mine] if args.one_at_a_time else [list(mine)]:
+        counts = [_build(args, model, cases[tp], mine[tp], collectives) for tp in turn]
+        _time(counts, args.rounds)
+        for count in counts:
+            tp, samples = count.layout.tp, count.samples
+            measured[tp] = samples
+            limit = Bandwidth.of([*samples.reads, samples.limit], tp)
+            moved = step_bytes(count.decoder, args.batch, cases[tp].context)
+            facts[tp] = {
+                **step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text()),
+                "devices_here": sum(one.process_index == 0 for one in count.layout.mesh.devices.flat),
+            }
+        del counts
+    constants = given or _measure_constants(cases, mine)
+    if jax.process_index() != 0:
+        return
+
+    cores = device["cpu_cores"] if on_cpu else None
+    flops = _flops(on_cpu, device, dtype, args.threads_per_device)
+    predicted, efficiency = predict(measured, constants, flops)
+    rows = [{**facts[row["tp"]], **row} for row in report_rows(measured, predicted, cores)]
+    run = {
+        "model": args.model,
+        "weights": "random" if model is None else "checkpoint",
+        "num_layers": config.num_layers,
+        "model_layers": whole.num_layers,
+        "sliced": config.num_layers < whole.num_layers,
+        "dtype": DTYPES[dtype],
+        "batch": args.batch,
+        "context": args.context,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "collective": collectives.collective,
+        "threads_per_device": args.threads_per_device,
+        "threads_are_limited": all(
+            row["cpu_seconds_per_s"] <= MOST_CPU_PER_DEVICE * row["devices_here"] for row in rows
+        ),
+        "constants": args.constants or "this run",
+        "collectives": constants.to_json(),
+        "efficiency": None if efficiency is None else asdict(efficiency),
+        "one_at_a_time": args.one_at_a_time,
+        "compile_cache": cache.describe(),
+        "versions": versions(),
+        "device": device,
+        "verdict": verdict(measured, cores).text,
+    }
+    print(render(run, rows), file=sys.stderr if args.json == "-" else sys.stdout)
+    if args.plot:
+        write_file(args.plot, plots.png(plots.draw_scaling({**run, "rows": rows})))
+    if args.json:
+        write_json(args.json, {**run, "rows": rows})
+
+
+def _sliced(
+    args: argparse.Namespace, model: ResolvedModel | None, config: LlamaConfig
+) -> tuple[ResolvedModel | None, LlamaConfig]:
+    """The model as asked for: whole, or so many layers of its shape without its weights."""
+    if args.layers is None:
+        return model, config
+    if args.layers > config.num_layers:
+        raise UsageError(f"--layers is {args.layers}; {args.model} has {config.num_layers}")
+    return None, replace(config, num_layers=args.layers)
+
+
+def _build(
+    args: argparse.Namespace, model: ResolvedModel | None, case: Case, layout: Layout, collectives: Collectives
+) -> Count:
+    dtype = DTYPES[case.weight_format.name]
+    params = random_params(case.config, layout, dtype) if model is None else model.load_params(layout, dtype)
+    decoder = Decoder(case.config, params, layout, dtype, collectives=collectives)
+    moved = step_bytes(decoder, args.batch, case.context)
+    samples = Samples(case, moved.weights, moved.cache)
+    step = Chain(decoder, args.batch, args.context, args.steps)
+    if layout.tp == 1:
+        return Count(layout, decoder, samples, step, None, None)
+    bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
+    removed = Chain(bare, args.batch, args.context, args.steps)
+    alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
+    return Count(layout, decoder, samples, step, removed, alone)
+
+
+def _chained(call: Call, layout: Layout) -> Step:
+    """A collective of the step as part of the chain that has nothing else."""
+    axes = TENSOR if call.devices == layout.tp else KV_SEQ
+    return Step(call.op, int(call.nbytes), axes, call.count)
+
+
+def _time(counts: Sequence[Count], rounds: int) -> None:
+    """Fill in the samples of every count, in turns."""
+    clocks = [_Clock(count.step.sample) for count in counts]
+    samplers: list[Callable[[], float]] = []
+    taken: list[list[float]] = []
+    for count, clock in zip(counts, clocks, strict=True):
+        samplers.append(clock.sample)
+        taken.append(count.samples.steps)
+        if count.removed is not None and count.alone is not None:
+            steps, alone = count.removed.steps, count.alone
+            samplers += [count.removed.sample, lambda alone=alone, steps=steps: alone.sample(steps)]  # type: ignore[misc]
+            taken += [count.samples.removed, count.samples.alone]
+    probes = {count.layout.tp: ReadProbe(count.layout.mesh) for count in counts}
+    found, reads = take_turns(samplers, probes, rounds)
+    for target, samples in zip(taken, found, strict=True):
+        target += samples
+    for count, clock in zip(counts, clocks, strict=True):
+        count.samples.reads = reads[count.layout.tp]
+        count.samples.cpu_per_s = clock.cpu_s / clock.wall_s
+
+
+class _Clock:
+    """A sampler that also notes the CPU time of this process, all threads together."""
+
+    def __init__(self, sample: Callable[[], float]):
+        self._sample, self.cpu_s, self.wall_s = sample, 0.0, 0.0
+
+    def sample(self) -> float:
+        cpu, wall = time.process_time(), time.perf_counter()
+        found = self._sample()
+        self.cpu_s += time.process_time() - cpu
+        self.wall_s += time.perf_counter() - wall
+        return found
+
+
+def _measure_constants(cases: Mapping[int, Case], layouts: Mapping[int, Layout]) -> Measured:
+    """A line for each collective that a step makes, at each count, as ``scripts.bench_collectives`` fits it."""
+    rows: list[dict[str, Any]] = []
+    for tp, layout in layouts.items():
+        for op, devices in sorted({(call.op, call.devices) for call in step_collectives(cases[tp])}):
+            mesh = layout.mesh if devices == tp else make_mesh(devices, devices)
+            if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
+                rows.append(result(op, devices, measure(mesh, op, CONSTANT_SIZES, rounds=5)))
+    return fitted(rows)
+
+
+def _flops(on_cpu: bool, device: Mapping[str, Any], dtype: str, threads: int | None) -> Callable[[int], float]:
+    """Operations/s of one of n devices. CPU devices share what NumPy reaches on all cores."""
+    if not on_cpu:
+        rate = chip_flops(device["kind"], dtype)
+        return lambda devices: rate
+    total, cores = matmul(), device["cpu_cores"]
+    return lambda devices: total / max(devices, cores if threads else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
