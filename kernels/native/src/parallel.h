@@ -11,17 +11,15 @@
 
 namespace shardstream {
 
-constexpr int kMostThreads = 256;
-
 // How many threads compute in this process right now. Several devices of one process share its cores, and each runs
 // its operations on a thread of its own: helpers join only while a core is free.
-inline std::atomic<int>& Busy() {
-  static std::atomic<int> busy{0};
+inline std::atomic<int64_t>& Busy() {
+  static std::atomic<int64_t> busy{0};
   return busy;
 }
 
-inline int Cores() {
-  static const int cores = std::max(1u, std::thread::hardware_concurrency());
+inline int64_t Cores() {
+  static const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
   return cores;
 }
 
@@ -35,8 +33,7 @@ inline int Cores() {
 // Pool is xla::ffi::ThreadPool, or anything with its num_threads() and Schedule(f).
 template <typename Pool, typename Run>
 void Parallel(Pool& pool, int64_t pieces, const Run& run) {
-  const int threads =
-      static_cast<int>(std::min({pool.num_threads(), static_cast<int64_t>(std::min(Cores(), kMostThreads)), pieces}));
+  const int64_t threads = std::min({static_cast<int64_t>(pool.num_threads()), Cores(), pieces});
   if (threads <= 1) {
     for (int64_t i = 0; i < pieces; ++i) run(i);
     return;
@@ -46,19 +43,20 @@ void Parallel(Pool& pool, int64_t pieces, const Run& run) {
     int64_t end;
   };
   struct Shared {
-    Range ranges[kMostThreads];
+    explicit Shared(int64_t threads) : ranges(new Range[threads]) {}
+    std::unique_ptr<Range[]> ranges;
     std::atomic<int64_t> done{0};
     std::atomic<bool> failed{false};
     std::exception_ptr error;  // of whoever set failed
   };
-  auto shared = std::make_shared<Shared>();
-  for (int t = 0; t < threads; ++t) {
+  auto shared = std::make_shared<Shared>(threads);
+  for (int64_t t = 0; t < threads; ++t) {
     shared->ranges[t].next = pieces * t / threads;
     shared->ranges[t].end = pieces * (t + 1) / threads;
   }
   // An exception that left a helper would end the process, and one that left the caller would take `run` from helpers.
-  const auto take = [threads](Shared& state, int first, const Run* run) noexcept {
-    for (int t = 0; t < threads; ++t) {
+  const auto take = [threads](Shared& state, int64_t first, const Run* run) noexcept {
+    for (int64_t t = 0; t < threads; ++t) {
       Range& range = state.ranges[(first + t) % threads];
       for (;;) {
         const int64_t i = range.next.fetch_add(1, std::memory_order_relaxed);
@@ -74,7 +72,7 @@ void Parallel(Pool& pool, int64_t pieces, const Run& run) {
   };
   Busy().fetch_add(1, std::memory_order_relaxed);
   try {
-    for (int t = 1; t < threads; ++t) {
+    for (int64_t t = 1; t < threads; ++t) {
       pool.Schedule([shared, take, t, run = &run] {
         if (Busy().fetch_add(1, std::memory_order_relaxed) < Cores()) take(*shared, t, run);
         Busy().fetch_sub(1, std::memory_order_relaxed);
