@@ -27,8 +27,8 @@ def normed_gate(
         x: [..., I], before the norm.
         scale: [I], the norm's weight; ``eps`` is what it adds to the mean square.
         weight: [2, F, I], gate and up. bias: [2, F] or None.
-        platform, implementation: as for ``kernels.matmul``. "cpu_native" keeps everything in float32, and leaves a
-            product with a bias to "xla".
+        platform, implementation: as for ``kernels.matmul``. "cpu_native" keeps everything in float32; where there
+            is a bias, only its product is native.
 
     Returns:
         [..., F] in x's dtype.

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -251,6 +252,13 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(compiler: StandIn) -> None:
     assert said is not None
     assert said.startswith(f"{build()} cannot be loaded: ")
     assert len(compiler.calls()) == 1
+
+
+@pytest.mark.usefixtures("first_use")
+def test_threads_that_ask_at_once_get_one_build(compiler: StandIn) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        said = set(threads.map(lambda _: problem(), range(4)))
+    assert len(said) == len(compiler.calls()) == 1
 
 
 @pytest.mark.usefixtures("first_use")

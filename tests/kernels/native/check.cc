@@ -1,6 +1,5 @@
 // Every native operation, called as XLA calls it, over odd shapes in heap blocks of exactly their size: what the
 // sanitizers watch. Results are compared with float64; the exit status is 1 where one differs.
-#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdio>
@@ -154,8 +153,8 @@ double SumError(int64_t I) { return kUnit * static_cast<double>(I / kLanes + 32)
 void Near(double found, double expected, double bound, const char* what, int64_t i) {
   if (std::isnan(expected) ? std::isnan(found) : std::abs(found - expected) <= bound) return;
   char text[200];
-  std::snprintf(text, sizeof text, "%s: value %lld is %.9g, not %.9g within %.3g", what, static_cast<long long>(i), found,
-                expected, bound);
+  std::snprintf(text, sizeof text, "%s: value %lld is %.9g, not %.9g within %.3g", what, static_cast<long long>(i),
+                found, expected, bound);
   Fail(text);
 }
 
@@ -287,7 +286,8 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
     Near(max.Get(row), top, score_error, "largest score", row);
     for (const double score : scores) total += std::exp(score - top);
     // A weight is off by its score's error and a few units; a sum by a rounding for each slot and block of a segment.
-    const double relative = 2 * score_error + kUnit * static_cast<double>(std::min(n, kSegment) + 80 + n / kSegment * 8);
+    const int64_t roundings = std::min(n, kSegment) + 80 + n / kSegment * 8;
+    const double relative = 2 * score_error + kUnit * static_cast<double>(roundings);
     Near(sum.Get(row) * std::exp(max.Get(row) - top), total, relative * total, "sum", row);
     for (int64_t h = 0; h < H; ++h) {
       double expected = 0, size = 0;
@@ -427,9 +427,11 @@ void Shapes() {
     }
   }
   const std::vector<AttentionCase> cases = {
-      {1, 1, 1, 1, 1, 1, 1, 0},   {3, 1, 2, 3, 5, 65, 1, 0},     {3, 3, 1, 8, 16, 64, 1, 0},  {2, 16, 1, 1, 17, 63, 3, 2},
-      {3, 2, 1, 3, 80, 600, 1, 0}, {2, 1, 1, 5, 96, 1100, 4, 3}, {1, 1, 2, 4, 128, 513, 1, 0}, {3, 1, 1, 2, 4, 0, 1, 0},
-      {1, 1, 1, 1, 0, 5, 1, 0},    {0, 1, 1, 1, 4, 5, 1, 0},     {1, 2, 1, 0, 4, 5, 1, 0},     {1, 1, 1, 3, 33, 70, 1, -40}};
+      {1, 1, 1, 1, 1, 1, 1, 0},    {3, 1, 2, 3, 5, 65, 1, 0},     {3, 3, 1, 8, 16, 64, 1, 0},
+      {2, 16, 1, 1, 17, 63, 3, 2}, {3, 2, 1, 3, 80, 600, 1, 0},   {2, 1, 1, 5, 96, 1100, 4, 3},
+      {3, 1, 1, 2, 4, 0, 1, 0},    {1, 1, 2, 4, 128, 513, 1, 0},  {1, 1, 1, 1, 0, 5, 1, 0},
+      {0, 1, 1, 1, 4, 5, 1, 0},    {1, 1, 1, 3, 33, 70, 1, -40},  {1, 2, 1, 0, 4, 5, 1, 0},
+  };
   for (const auto& c : cases) {
     if (c.B == 0 || c.H == 0) {
       Attention(random, c, kF32, kF32);
