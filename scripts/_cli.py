@@ -298,18 +298,25 @@ def _integer(text: str, least: int) -> int:
 
 @contextmanager
 def _notes_on_stderr(level: int) -> Iterator[None]:
-    """Let what the loaders log ("fetching the demo model") through to stderr, as plain lines, for the while."""
+    """Let what loaders and kernels log ("fetching the demo model") through to stderr, as plain lines, for the while.
+
+    Once each: a library that sets up the root logger would print them again.
+    """
     notes = logging.StreamHandler(sys.stderr)
     notes.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("model")
-    before = logger.level
-    logger.addHandler(notes)
-    logger.setLevel(level)
+    loggers = [logging.getLogger(package) for package in ("model", "kernels")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(notes)
+        logger.setLevel(level)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(notes)
-        logger.setLevel(before)
+        for logger, (old_level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(notes)
+            logger.setLevel(old_level)
+            logger.propagate = propagate
 
 
 def _error_line(message: str) -> str:
