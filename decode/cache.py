@@ -57,7 +57,15 @@ class KVCache:
         values[array] = _write(values[array], slot_layer, v, positions)
         return KVCache(keys, values)
 
-    def attend(self, layer: jax.Array | int, q: jax.Array, positions: jax.Array, *, platform: str) -> Partial:
+    def attend(
+        self,
+        layer: jax.Array | int,
+        q: jax.Array,
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> Partial:
         """q [B, T, K, G, H] against this device's slots of ``layer``; see ``kernels.cache_attention``."""
         array, slot_layer = self._place(layer)
         return cache_attention(
@@ -69,6 +77,7 @@ class KVCache:
             stride=axis_size(KV_SEQ),
             offset=lax.axis_index(KV_SEQ),
             platform=platform,
+            implementation=implementation,
         )
 
     def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from decode.cache import (
     bucket,
     cache_arrays,
     cache_shape,
+    capacity,
     check_fits,
     chunk_size,
     make_cache,
@@ -34,6 +35,9 @@ from sharding.mesh import place_on_mesh
 DISPATCH_SECONDS = 0.05
 """How long one dispatch of decode steps should take: short enough to read as a stream, long enough to hide the host."""
 
+STOP_SLOTS = 16
+"""How many stop tokens the decode program compares with; unused slots hold -1."""
+
 AGREED_STEPS = 8
 """Decode steps a dispatch where several processes must dispatch the same without asking each other's clocks."""
 
@@ -43,7 +47,7 @@ class PromptError(ValueError):
 
 
 class NumericsError(RuntimeError):
-    """The model produced a NaN."""
+    """The model produced a NaN or an infinity."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Decoder:
         layers: "unrolled" or "scan"; must match how ``params`` is stacked.
         cache_dtype: dtype of the KV cache; the model's when None.
         collectives: how the devices talk in a decode step.
+        kernels: the implementation of every kernel, "xla" or "cpu_native"; each one's best for the platform when None.
     """
 
     def __init__(
@@ -84,21 +89,26 @@ class Decoder:
         layers: LayersForm = "unrolled",
         cache_dtype: Any = None,
         collectives: Collectives = DEFAULT_COLLECTIVES,
+        kernels: str | None = None,
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
         self.collectives = collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(config, self.dtype, layout, layers, collectives)
+        self.programs = Programs(config, self.dtype, layout, layers, collectives, kernels)
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._cache_shapes: set[tuple[int, int]] = set()
 
     def prepare(self, prompt_lens: Sequence[int], max_len: int, sampling: SamplingParams | None = None) -> None:
         """Compile what a generation over prompts of these lengths will run, so that none of it is timed as TTFT."""
         form = (sampling or SamplingParams()).form
-        began = time.perf_counter()
-        jax.block_until_ready(self.make_cache(len(prompt_lens), max_len))  # compiles at the first call with a shape
-        self.compile_s += time.perf_counter() - began
+        shape = (len(prompt_lens), capacity(max_len, self.layout.kv_seq))
+        if shape not in self._cache_shapes:  # the first call with a shape compiles
+            began = time.perf_counter()
+            jax.block_until_ready(self.make_cache(*shape))
+            self.compile_s += time.perf_counter() - began
+            self._cache_shapes.add(shape)
         for size in {size for _, size in self._pieces(max(prompt_lens))}:
             self._prefill_program(len(prompt_lens), size, max_len, form)
         self.decode_program(len(prompt_lens), max_len, form)
@@ -127,7 +137,7 @@ class Decoder:
         Raises:
             PromptError: an empty prompt, or a token id outside the vocabulary.
             CacheOverflowError: a prompt that does not fit.
-            NumericsError: NaN logits.
+            NumericsError: NaN or infinite logits.
         """
         sampling = sampling or SamplingParams()
         if max_new_tokens < 1:
@@ -172,18 +182,20 @@ class Decoder:
 
     def decode_program(self, batch: int, max_len: int, form: SamplingForm | None = None) -> Any:
         """The compiled decode loop: its ``as_text()`` is the optimised HLO, ``memory_analysis()`` its buffers."""
-        form = form or SamplingParams().form
-        params, cache = self.programs.abstract_params(), self._abstract_cache(batch, max_len)
-        rows = Rows(
-            self._abstract((batch,), jnp.int32, BATCH),
-            self._abstract((batch,), jnp.int32, BATCH),
-            self._abstract((batch,), jnp.int32, BATCH),
-            self._abstract((batch,), jnp.bool, BATCH),
-            self._abstract((batch, self.config.vocab_size), jnp.bool, SEEN) if form.penalty else None,
-        )
-        stop_ids = jax.ShapeDtypeStruct((STOP_SLOTS,), jnp.int32)
-        arguments = (params, cache, rows, stop_ids, jax.ShapeDtypeStruct((), jnp.int32), _abstract_values())
-        return self._compile(("decode", batch, _cache_size(cache), form), self.programs.decode(form), arguments)
+        chosen = form or SamplingParams().form
+
+        def arguments() -> tuple[Any, ...]:
+            rows = Rows(
+                self._abstract((batch,), jnp.int32, BATCH),
+                self._abstract((batch,), jnp.int32, BATCH),
+                self._abstract((batch,), jnp.int32, BATCH),
+                self._abstract((batch,), jnp.bool, BATCH),
+                self._abstract((batch, self.config.vocab_size), jnp.bool, SEEN) if chosen.penalty else None,
+            )
+            stop_ids, steps = jax.ShapeDtypeStruct((STOP_SLOTS,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+            return rows, stop_ids, steps, _abstract_values()
+
+        return self._compile(("decode", batch, chosen), max_len, lambda: self.programs.decode(chosen), arguments)
 
     def start(
         self, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_len: int, sampling: SamplingParams
@@ -273,30 +285,41 @@ class Decoder:
         return [(at, bucket(min(chunk, length - at), self.layout.kv_seq)) for at in range(0, length, chunk)]
 
     def _prefill_program(self, batch: int, size: int, max_len: int, form: SamplingForm) -> Any:
-        cache = self._abstract_cache(batch, max_len)
-        arguments = (
-            self.programs.abstract_params(),
-            cache,
-            self._abstract((batch, self.config.hidden_size), self.dtype, ("batch", None)),
-            self._abstract((batch, self.config.vocab_size), jnp.bool, SEEN) if form.penalty else None,
-            self._abstract((batch, size), jnp.int32, ("batch", None)),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            self._abstract((batch,), jnp.int32, BATCH),
-            _abstract_values(),
-        )
-        key = ("prefill", batch, size, _cache_size(cache), form)
-        return self._compile(key, self.programs.prefill(form), arguments)
+        def arguments() -> tuple[Any, ...]:
+            return (
+                self._abstract((batch, self.config.hidden_size), self.dtype, ("batch", None)),
+                self._abstract((batch, self.config.vocab_size), jnp.bool, SEEN) if form.penalty else None,
+                self._abstract((batch, size), jnp.int32, ("batch", None)),
+                jax.ShapeDtypeStruct((), jnp.int32),
+                self._abstract((batch,), jnp.int32, BATCH),
+                _abstract_values(),
+            )
+
+        return self._compile(("prefill", batch, size, form), max_len, lambda: self.programs.prefill(form), arguments)
 
     def _logits_program(self, batch: int, size: int, max_len: int) -> Any:
-        cache = self._abstract_cache(batch, max_len)
-        tokens = self._abstract((batch, size), jnp.int32, ("batch", None))
-        arguments = (self.programs.abstract_params(), cache, tokens, jax.ShapeDtypeStruct((), jnp.int32))
-        return self._compile(("logits", batch, size, _cache_size(cache)), self.programs.all_logits(), arguments)
+        def arguments() -> tuple[Any, ...]:
+            return self._abstract((batch, size), jnp.int32, ("batch", None)), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def _compile(self, key: tuple[Any, ...], program: Any, arguments: tuple[Any, ...]) -> Any:
+        return self._compile(("logits", batch, size), max_len, self.programs.all_logits, arguments)
+
+    def _compile(
+        self,
+        key: tuple[Any, ...],
+        max_len: int,
+        program: Callable[[], Any],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> Any:
+        """The program for ``key`` and a cache of this size: its arguments are parameters, cache, and ``arguments()``.
+
+        Shapes are made only for a new program: a lookup is on the way to the first token.
+        """
+        key = (*key, capacity(max_len, self.layout.kv_seq))
         if key not in self._compiled:
             began = time.perf_counter()
-            self._compiled[key] = program.lower(*arguments).compile()
+            cache = self._abstract_cache(key[1], max_len)
+            lowered = program().lower(self.programs.abstract_params(), cache, *arguments())
+            self._compiled[key] = lowered.compile()
             self.compile_s += time.perf_counter() - began
         return self._compiled[key]
 
@@ -313,16 +336,8 @@ class Decoder:
         return place_on_mesh(value, self.layout.sharding(axes))
 
 
-STOP_SLOTS = 16
-"""How many stop tokens the decode program compares with; unused slots hold -1."""
-
-
 def _abstract_values() -> SamplingValues:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), SamplingValues.of(SamplingParams()))
-
-
-def _cache_size(cache: KVCache) -> int:
-    return cache.keys[0].shape[3]
 
 
 def _pad(rows: Sequence[Sequence[int]], size: int) -> np.ndarray:
@@ -339,7 +354,9 @@ def _arrival(tokens: np.ndarray, logprobs: np.ndarray, steps: int | None = None)
     live = tokens >= 0
     if np.isnan(logprobs[live]).any():
         row = int(np.argwhere(live & np.isnan(logprobs))[0][1])
-        raise NumericsError(f"the model produced NaN logits for row {row}; check the checkpoint and the dtype")
+        raise NumericsError(
+            f"the model produced NaN or infinite logits for row {row}; check the checkpoint and the dtype"
+        )
     columns = range(tokens.shape[1])
     return Arrival(
         [[int(token) for token in tokens[live[:, row], row]] for row in columns],

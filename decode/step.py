@@ -7,6 +7,7 @@ row is done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Programs:
 
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
     ``collectives`` are those of decode steps. Prefill moves whole prompts, where bytes count and not hops, so there
-    every all-reduce is left to the compiler.
+    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class Programs:
         layout: Layout,
         layers: LayersForm,
         collectives: Collectives = DEFAULT_COLLECTIVES,
+        kernels: str | None = None,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
         self.stacked = layers == "scan"
-        plain = Collectives("psum")
-        model = Llama(config, dtype, platform=layout.platform, layers=layers, collectives=plain)
-        decoding = Llama(config, dtype, platform=layout.platform, layers=layers, collectives=collectives)
-        precise = Llama(config, dtype, platform=layout.platform, layers=layers, matmul="xla_pieces", collectives=plain)
+        build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
+        model = build(matmul=kernels, collectives=Collectives("psum"))
+        decoding = build(matmul=kernels, collectives=collectives)
+        precise = build(matmul="xla_pieces", collectives=Collectives("psum"))
         self.graph, state = nnx.split(model)
         self.decode_graph, _ = nnx.split(decoding)
         self.precise_graph, _ = nnx.split(precise)

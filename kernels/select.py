@@ -1,8 +1,10 @@
-"""Which implementation of an operation runs: the caller's choice, checked, or the platform's default."""
+"""Which implementation of an operation runs: the caller's choice, checked, or the platform's best."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+
+from kernels import native
 
 
 class KernelError(ValueError):
@@ -13,11 +15,26 @@ def select(
     operation: str,
     implementation: str | None,
     platform: str,
-    defaults: Mapping[str, str],
     known: tuple[str, ...],
+    not_native: Callable[[], str | None],
 ) -> str:
-    """The implementation to run. ``defaults`` maps platforms to their choice; any other gets ``"xla"``."""
-    chosen = implementation or defaults.get(platform, "xla")
-    if chosen not in known:
-        raise KernelError(f"{operation} has no implementation {chosen!r}; it has {', '.join(known)}")
-    return chosen
+    """The implementation to run. By default "cpu_native" on CPU, for operands it takes and where it can be built; else
+    "xla".
+
+    Args:
+        not_native: says what about the operands "cpu_native" does not take, or None.
+
+    Raises:
+        KernelError: one that the operation does not have, or that cannot run what was asked.
+    """
+    if implementation is None:
+        takes = platform == "cpu" and not_native() is None and native.problem() is None
+        return "cpu_native" if takes else "xla"
+    if implementation not in known:
+        raise KernelError(f"{operation} has no implementation {implementation!r}; it has {', '.join(known)}")
+    if implementation == "cpu_native":
+        reason = f"runs on CPU, not {platform}" if platform != "cpu" else not_native()
+        reason = reason or (f"cannot be had here: {problem}" if (problem := native.problem()) else None)
+        if reason:
+            raise KernelError(f"{operation}: implementation 'cpu_native' {reason}")
+    return implementation

@@ -22,6 +22,9 @@ from jax import lax
 from kernels.cache_attention import Partial
 from kernels.cache_attention.partial import merge
 from kernels.matmul import matmul
+from kernels.normed_gate import gate, normed_gate
+from kernels.normed_matmul import normed_matmul
+from kernels.rms_norm import normalize, sum_of_squares
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies, rope_tables, rotate
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, axis_size, tensor_index
@@ -33,15 +36,20 @@ LayersForm = Literal["unrolled", "scan"]
 @dataclass(frozen=True)
 class Build:
     """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
-    stacked in front of each parameter (None: one module a layer), a matmul kernel chosen by hand (None: the platform's
-    own), and how devices add up their parts.
+    stacked in front of each parameter (None: one module a layer), the kernels chosen by
+    hand for products and for attention (None: the platform's best), and how devices add up their parts.
     """
 
     dtype: Any
     platform: str
     stack: int | None = None
     matmul: str | None = None
+    attention: str | None = None
     collectives: Collectives = DEFAULT_COLLECTIVES
+
+    def kernel(self) -> dict[str, Any]:
+        """What every product is told."""
+        return {"platform": self.platform, "implementation": self.matmul}
 
 
 class Cache(Protocol):
@@ -51,7 +59,15 @@ class Cache(Protocol):
         """Store k and v [B, T, K, H] of ``layer`` at positions [B, T]."""
         ...
 
-    def attend(self, layer: jax.Array | int, q: jax.Array, positions: jax.Array, *, platform: str) -> Partial:
+    def attend(
+        self,
+        layer: jax.Array | int,
+        q: jax.Array,
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> Partial:
         """q [B, T, K, G, H] against what this device holds of ``layer``."""
         ...
 
@@ -71,13 +87,21 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
+        return matmul(x, self._flat(), out_dtype=out_dtype, **self.build.kernel())
+
+    def of_normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
+        """The product of ``norm(x)``, x the residual or this device's share of it."""
+        if self.build.collectives.splits_hidden():
+            return self(norm(x))
+        return normed_matmul(x, norm.weight[...], norm.eps, self._flat(), **self.build.kernel())
+
+    def _flat(self) -> jax.Array:
         weight = self.weight[...]
-        flat = weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
-        return matmul(x, flat, platform=self.build.platform, out_dtype=out_dtype, implementation=self.build.matmul)
+        return weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019), statistics in float32."""
+    """x / rms(x) * weight: its parameter, and ``kernels.rms_norm``."""
 
     def __init__(self, size: int, eps: float, build: Build):
         self.size, self.eps, self.build = size, eps, build
@@ -85,12 +109,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The residual, or this device's share of it -> [B, T, D]."""
-        wide = x.astype(jnp.float32)
-        # A dot with itself: one small kernel, where XLA splits a reduction over D into three.
-        square = jnp.einsum("...d,...d->...", wide, wide, precision=lax.Precision.HIGHEST)[..., None]
-        x, square = self.build.collectives.whole_hidden(x, square, self.size)
-        wide = x.astype(jnp.float32) * lax.rsqrt(square / self.size + self.eps)
-        return self.weight[...] * wide.astype(x.dtype)
+        x, square = self.build.collectives.whole_hidden(x, sum_of_squares(x), self.size)
+        return normalize(x, square, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -105,6 +125,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        norm: RMSNorm,
         rope: tuple[jax.Array, jax.Array],
         positions: jax.Array,
         cache: C,
@@ -113,7 +134,7 @@ class Attention(nnx.Module):
         """x [B, T, D] -> what to add to the residual, and the cache with k and v of these positions in it."""
         B, T, _ = x.shape
         G, H = self.group, self.head_dim
-        fused = self.qkv(x).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
+        fused = self.qkv.of_normed(x, norm).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
         if self.qkv.bias is not None:
             fused = fused + self.qkv.bias[...]
         fused = self.build.collectives.gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
@@ -121,7 +142,9 @@ class Attention(nnx.Module):
         turned = rotate(heads[..., : G + 1, :], *rope)
         q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
         cache = cache.write(layer, k, v, positions)
-        mixed = self._merge_members(cache.attend(layer, q, positions, platform=self.build.platform)).astype(x.dtype)
+        build = self.build
+        partial = cache.attend(layer, q, positions, platform=build.platform, implementation=build.attention)
+        mixed = self._merge_members(partial).astype(x.dtype)
         out = self.build.collectives.reduce_hidden(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
         if self.out.bias is not None:
             out = out + self.build.collectives.hidden_share(self.out.bias[...])
@@ -159,12 +182,13 @@ class MLP(nnx.Module):
         self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
         self.down = Linear((D, F), (None, "ff"), build, bias=bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """x [B, T, D] -> what to add to the residual."""
-        both = self.gate_up(x).reshape(*x.shape[:2], *self.gate_up.weight.shape[:2])
-        if self.gate_up.bias is not None:
-            both = both + self.gate_up.bias[...]
-        inner = jax.nn.silu(both[:, :, 0]) * both[:, :, 1]
+        weight, bias = self.gate_up.weight[...], None if self.gate_up.bias is None else self.gate_up.bias[...]
+        if self.build.collectives.splits_hidden():
+            inner = gate(norm(x), weight, bias, **self.build.kernel())
+        else:
+            inner = normed_gate(x, norm.weight[...], norm.eps, weight, bias, **self.build.kernel())
         out = self.build.collectives.reduce_hidden(self.down(inner, out_dtype=jnp.float32))
         if self.down.bias is not None:
             out = out + self.build.collectives.hidden_share(self.down.bias[...])
@@ -189,10 +213,10 @@ class Block(nnx.Module):
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
         with jax.named_scope("attention"):
-            mixed, cache = self.attention(self.attention_norm(x), rope, positions, cache, layer)
+            mixed, cache = self.attention(x, self.attention_norm, rope, positions, cache, layer)
         x = x + mixed
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), cache
+            return x + self.mlp(x, self.mlp_norm), cache
 
 
 class Llama(nnx.Module):
@@ -209,10 +233,11 @@ class Llama(nnx.Module):
         platform: str,
         layers: LayersForm = "unrolled",
         matmul: str | None = None,
+        attention: str | None = None,
         collectives: Collectives = DEFAULT_COLLECTIVES,
     ):
         self.config = config
-        build = Build(dtype, platform, matmul=matmul, collectives=collectives)
+        build = Build(dtype, platform, matmul=matmul, attention=attention, collectives=collectives)
         vocabulary = ((config.vocab_size, config.hidden_size), ("vocab", None), build)
         self.embed = Linear(*vocabulary)
         self.layers: nnx.List | Block

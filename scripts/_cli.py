@@ -19,8 +19,9 @@ from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
+from kernels import native
+from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
-from model.cache_dir import cache_dir
 from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
 from model.tokenizer import TokenizerError
@@ -105,6 +106,26 @@ def _outcome(work: Callable[[], None], quiet: bool) -> tuple[int, str]:
 
 def add_device_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--cpu-devices", type=positive, metavar="N", help="run on N fake CPU devices (in each process)")
+
+
+def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--kernels",
+        choices=("best", "xla"),
+        default="best",
+        help="best, each kernel's fastest implementation for the platform (default); xla, XLA's own operations",
+    )
+
+
+def chosen_kernels(choice: str) -> str | None:
+    """``--kernels`` as ``Decoder`` takes it."""
+    return None if choice == "best" else choice
+
+
+def kernel_facts(choice: str) -> str:
+    """What decodes: "cpu_native" or "xla"."""
+    native_here = choice == "best" and jax.default_backend() == "cpu" and native.problem() is None
+    return "cpu_native" if native_here else "xla"
 
 
 def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

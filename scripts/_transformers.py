@@ -47,7 +47,7 @@ class TransformersChain:
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context))
         with torch.inference_mode():
             out = self.model(torch.from_numpy(tokens), use_cache=True)
-        self.cache, self.first = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        self.cache, self.first = out.cache, out.logits[:, -1:].argmax(-1)
 
     def sample(self) -> float:
         """Seconds a step of greedy decoding from the filled cache."""

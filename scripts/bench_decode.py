@@ -34,10 +34,13 @@ from scripts._cli import (
     UsageError,
     add_collective_option,
     add_device_options,
+    add_kernels_option,
     check_writable,
     chosen_collectives,
+    chosen_kernels,
     device_facts,
     integers,
+    kernel_facts,
     positive,
     run_command,
     set_up,
@@ -86,6 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_device_options(parser)
     add_collective_option(parser)
+    add_kernels_option(parser)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
     parser.add_argument(
         "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
@@ -194,6 +198,7 @@ def bench(args: argparse.Namespace) -> None:
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
         "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
     print(table(run, results), file=sys.stderr if args.json == "-" else sys.stdout)
@@ -214,7 +219,15 @@ def _ours(
         params = random_params(config, layout, DTYPES[dtype], layers=args.layers)
     else:
         params = model.load_params(layout, DTYPES[dtype], args.layers)
-    decoder = Decoder(config, params, layout, DTYPES[dtype], layers=args.layers, collectives=collectives)
+    decoder = Decoder(
+        config,
+        params,
+        layout,
+        DTYPES[dtype],
+        layers=args.layers,
+        collectives=collectives,
+        kernels=chosen_kernels(args.kernels),
+    )
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
     chain = Chain(decoder, args.batch, args.context, args.steps)
@@ -309,7 +322,7 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     title = (
         f"{run['model']} ({run['weights']} weights), batch {run['batch']}, context {run['context']}, "
         f"{run['layers']} layers, {run['rounds']} samples of {run['steps']} steps;\n"
-        f"{device['kind']}, {device['cpu_cores']} CPU cores, jax {run['versions']['jax']}"
+        f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):
         title += (

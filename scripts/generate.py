@@ -32,10 +32,13 @@ from scripts._cli import (
     UsageError,
     add_collective_option,
     add_device_options,
+    add_kernels_option,
     check_writable,
     chosen_collectives,
+    chosen_kernels,
     default_dtype,
     device_facts,
+    kernel_facts,
     not_negative,
     positive,
     run_command,
@@ -96,6 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
     add_device_options(machine)
     add_collective_option(machine)
+    add_kernels_option(machine)
     machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
@@ -164,7 +168,15 @@ def generate(args: argparse.Namespace) -> None:
 
     began = time.perf_counter()
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet)
-    decoder = Decoder(model.config, params, layout, dtype, layers=args.layers, collectives=collectives)
+    decoder = Decoder(
+        model.config,
+        params,
+        layout,
+        dtype,
+        layers=args.layers,
+        collectives=collectives,
+        kernels=chosen_kernels(args.kernels),
+    )
     load_s = opened + time.perf_counter() - began
 
     say(f"loaded in {load_s:.1f} s; compiling")
@@ -359,6 +371,7 @@ def _facts(
         "tokens_per_s": _median(timing.tokens_per_s for timing in timings),
         **step_facts(decoder, step_bytes(decoder, batch, context), tpot_s, limit, hlo_text),
         "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
 

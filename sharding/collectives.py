@@ -111,11 +111,15 @@ class Collectives:
         """``exchange_heads``."""
         return _kept(x) if self.removed else exchange_heads(x)
 
+    def splits_hidden(self) -> bool:
+        """Whether a device holds only its share of the residual between layers."""
+        return self.collective == "scatter" and axis_size(TENSOR) > 1
+
     def reduce_hidden(self, partial: jax.Array) -> jax.Array:
         """Partial sums [..., D] -> their sum, or with "scatter" this device's share of it [..., ceil(D / tp)]."""
         if axis_size(TENSOR) == 1:
             return partial
-        if self.collective == "scatter":
+        if self.splits_hidden():
             return self.scatter(_padded(partial), TENSOR, axis=partial.ndim - 1)
         if self.collective == "one_shot":
             return jnp.sum(self.gather(partial[None], TENSOR, axis=0), axis=0)
@@ -123,7 +127,7 @@ class Collectives:
 
     def hidden_share(self, vector: jax.Array) -> jax.Array:
         """What every device holds whole [..., D] -> what it adds to a result of ``reduce_hidden``."""
-        if self.collective != "scatter" or axis_size(TENSOR) == 1:
+        if not self.splits_hidden():
             return vector
         padded = _padded(vector)
         size = padded.shape[-1] // axis_size(TENSOR)
@@ -134,7 +138,7 @@ class Collectives:
 
         One gather carries them, as integers: the bits of a float32 are no bf16 number.
         """
-        if self.collective != "scatter" or axis_size(TENSOR) == 1:
+        if not self.splits_hidden():
             return x, square
         share, word = x.shape[-1], {4: jnp.uint32, 2: jnp.uint16}[x.dtype.itemsize]
         bits = lax.bitcast_convert_type(square, word).reshape(*square.shape[:-1], -1)

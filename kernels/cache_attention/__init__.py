@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from kernels.cache_attention import reference, xla
+from kernels.cache_attention import cpu_native, reference, xla
 from kernels.cache_attention.partial import Partial
 from kernels.select import select
 
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("xla", "cpu_native", "reference")
 
 __all__ = ["IMPLEMENTATIONS", "Partial", "cache_attention"]
 
@@ -43,10 +43,14 @@ def cache_attention(
         A query that sees none of the slots gets sum 0 and output 0, never NaN.
 
     Raises:
-        KernelError: unknown implementation.
+        KernelError: an unknown implementation, or one that does not take these operands.
     """
-    chosen = select("cache_attention", implementation, platform, {}, IMPLEMENTATIONS)
+    chosen = select(
+        "cache_attention", implementation, platform, IMPLEMENTATIONS, lambda: cpu_native.not_taken(q, keys, values)
+    )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
         return reference.cache_attention(q, keys, values, **where)
+    if chosen == "cpu_native":
+        return cpu_native.cache_attention(q, keys, values, **where)
     return xla.cache_attention(q, keys, values, **where, platform=platform)

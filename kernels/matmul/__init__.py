@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from kernels.matmul import reference, xla
+from kernels.matmul import cpu_native, reference, xla
 from kernels.select import select
 
-IMPLEMENTATIONS = ("xla", "xla_pieces", "reference")
+IMPLEMENTATIONS = ("xla", "xla_pieces", "cpu_native", "reference")
 
 
 def matmul(
@@ -26,20 +28,45 @@ def matmul(
         weight: [O, I]; the contraction axis is last, so one output is one contiguous read.
         platform: the platform the program is compiled for: "cpu", "gpu" or "tpu".
         out_dtype: dtype of the result; ``None`` keeps x's. float32 skips the rounding of a partial sum.
-        implementation: one of ``IMPLEMENTATIONS``; ``None`` picks by platform.
+        implementation: one of ``IMPLEMENTATIONS``; ``None`` picks by platform: on CPU "cpu_native" for up to
+            ``cpu_native.MOST_ROWS`` rows where it can be built, else "xla".
 
     Returns:
         [..., O] in ``out_dtype``.
 
     Raises:
-        KernelError: unknown implementation.
+        KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
-    chosen = select("matmul", implementation, platform, {}, IMPLEMENTATIONS)
+    chosen = choose("matmul", x, weight, platform, implementation)
     rows = x.reshape(-1, x.shape[-1])
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
     if chosen == "reference":
         out = reference.matmul(rows, weight)
+    elif chosen == "cpu_native":
+        out = cpu_native.matmul(rows, weight, out_dtype if out_dtype in cpu_native.DTYPES else jnp.dtype(jnp.float32))
     elif chosen == "xla_pieces":
         out = xla.matmul_pieces(rows, weight, platform=platform)
     else:
         out = xla.matmul(rows, weight, platform=platform)
-    return out.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def choose(
+    operation: str, x: jax.Array, weight: jax.Array, platform: str, implementation: str | None, *others: jax.Array
+) -> str:
+    """The implementation of a product of x [..., I] with weight [O, I]: the one asked for, or the platform's best.
+
+    others: what else the operation reads in a dtype of its own, such as a norm's scale.
+    """
+    return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: _not_native(x, weight, *others))
+
+
+def _not_native(x: jax.Array, *others: jax.Array) -> str | None:
+    """None, or what about a product ``cpu_native`` does not take."""
+    rows = math.prod(x.shape[:-1])
+    if not 1 <= rows <= cpu_native.MOST_ROWS:
+        return f"takes 1 to {cpu_native.MOST_ROWS} rows, not {rows}"
+    for array in (x, *others):
+        if array.dtype not in cpu_native.DTYPES:
+            return f"takes float32 and bfloat16, not {array.dtype}"
+    return None

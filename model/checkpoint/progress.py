@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 
 # Loads shorter than this show nothing.
 _SHOW_AFTER_S = 1.0
@@ -50,13 +51,14 @@ class LoadProgress:
             if not self._option or time.perf_counter() - self._started < _SHOW_AFTER_S or not sys.stderr.isatty():
                 return
             self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+                BarColumn(bar_width=20),
                 DownloadColumn(),
                 TransferSpeedColumn(),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
+                expand=True,  # to the terminal's width: a long name is what is cut
                 redirect_stdout=False,
                 redirect_stderr=False,
             )

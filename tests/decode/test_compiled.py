@@ -61,11 +61,13 @@ F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 @functools.cache
-def decoder(config: LlamaConfig, tp: int, dtype: Any = F32, collectives: Collectives = PSUM) -> Decoder:
+def decoder(
+    config: LlamaConfig, tp: int, dtype: Any = F32, collectives: Collectives = PSUM, kernels: str | None = None
+) -> Decoder:
     layout = Layout(make_mesh(tp, config.num_kv_heads))
     programs = Programs(config, dtype, layout, "unrolled")
     shapes = dict(zip(programs.paths, programs.abstract_params(), strict=True))
-    return Decoder(config, shapes, layout, dtype, collectives=collectives)  # type: ignore[arg-type]
+    return Decoder(config, shapes, layout, dtype, collectives=collectives, kernels=kernels)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -77,8 +79,9 @@ def program(
     max_len: int = LONG,
     sampling: SamplingParams = GREEDY,
     collectives: Collectives = PSUM,
+    kernels: str | None = None,
 ) -> Any:
-    return decoder(config, tp, dtype, collectives).decode_program(batch, max_len, sampling.form)
+    return decoder(config, tp, dtype, collectives, kernels).decode_program(batch, max_len, sampling.form)
 
 
 class Sizes(NamedTuple):
@@ -157,8 +160,8 @@ def test_activations_travel_in_16_bits_and_sums_in_32(form: CollectiveForm, widt
 @pytest.mark.parametrize("form", ["psum", "scatter", "one_shot"])
 def test_a_program_without_its_collectives_has_none_and_is_otherwise_as_large(form: CollectiveForm) -> None:
     """The same matrices are read: the arguments, and the bytes of the results, are those of the whole step."""
-    whole = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form))
-    bare = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form, removed=True))
+    whole = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form), kernels="xla")
+    bare = program(TWO_HEADS, 8, max_len=SHORT, collectives=Collectives(form, removed=True), kernels="xla")
     assert count_collectives(bare.as_text()) == {}
     for size in ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"):
         assert getattr(bare.memory_analysis(), size) == getattr(whole.memory_analysis(), size)
@@ -191,6 +194,7 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
 # --- memory ---
 
 
+@pytest.mark.parametrize("kernels", [None, "xla"])
 @pytest.mark.parametrize(
     ("config", "tp", "dtype", "batch", "max_len"),
     [
@@ -209,10 +213,10 @@ def test_filters_add_small_sums_and_never_gather_logits() -> None:
 )
 class TestMemory:
     def test_the_cache_is_written_in_place(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Every cache array of the result is the buffer of the one passed in."""
-        compiled = program(config, tp, dtype, batch, max_len)
+        compiled = program(config, tp, dtype, batch, max_len, kernels=kernels)
         parameters = len(decoder(config, tp, dtype).params)
         expected = {index: parameters + index for index in range(2 * L)}
         found = aliases(compiled.as_text())
@@ -221,14 +225,14 @@ class TestMemory:
         assert compiled.memory_analysis().alias_size_in_bytes >= 2 * L * cache * dtype.itemsize
 
     def test_no_copy_of_a_weight_or_of_the_cache(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Nothing fills a buffer that large (a copy, a conversion, a transpose), but updates of the cache in place.
 
         The blocks that attention reads are another matter: a batch of them may be larger than a matrix.
         """
         sizes = local_sizes(config, tp, batch, max_len)
-        written = buffers(program(config, tp, dtype, batch, max_len).as_text())
+        written = buffers(program(config, tp, dtype, batch, max_len, kernels=kernels).as_text())
         updates = [one for one in written if one.opcode in UPDATES and one.elements == sizes.cache]
         assert len(updates) == 2 * L * (batch if batch <= UNROLLED_ROWS else 1)
         assert len({one.type for one in updates}) == 1
@@ -237,11 +241,11 @@ class TestMemory:
         assert [one for one in large if "/attention/while/body/" not in one.text] == []
 
     def test_scratch_memory_is_smaller_than_a_matrix(
-        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int
+        self, config: LlamaConfig, tp: int, dtype: Any, batch: int, max_len: int, kernels: str | None
     ) -> None:
         """Whatever the text says: the buffers that XLA sets aside beside arguments, results and blocks."""
         sizes = local_sizes(config, tp, batch, max_len)
-        scratch = program(config, tp, dtype, batch, max_len).memory_analysis().temp_size_in_bytes
+        scratch = program(config, tp, dtype, batch, max_len, kernels=kernels).memory_analysis().temp_size_in_bytes
         blocks = 2 * 4 * sizes.block  # of keys and of values, in float32 whatever the matrices' dtype
         assert scratch < blocks + 4 * sizes.matrix
 
@@ -257,7 +261,7 @@ def test_attention_runs_over_as_many_blocks_as_are_filled(
 ) -> None:
     """One loop a layer whose trip count is found at run time. tests/kernels counts the blocks it reads."""
     batch = 3 if sampling is FILTERED else 1
-    text = program(config, tp, F32, batch, sampling=sampling).as_text()
+    text = program(config, tp, F32, batch, sampling=sampling, kernels="xla").as_text()
     assert loops(text, "attention/while") == [False] * L
     filters = loops(text, "body/while")
     assert filters == ([True] * 2 if sampling is FILTERED else [])  # the reading does see fixed counts

@@ -320,7 +320,7 @@ def test_nan_weights_are_reported(tp: int) -> None:
     one = decoder(tp)
     with (
         nan_in(one, ("layers", 1, "mlp", "down", "weight")),
-        pytest.raises(NumericsError, match="NaN logits for row 0; check the checkpoint and the dtype"),
+        pytest.raises(NumericsError, match="NaN or infinite logits for row 0; check the checkpoint and the dtype"),
     ):
         run(one, PROMPTS, NEW, max_len=LIMIT)
     check(run(one, PROMPTS, NEW, max_len=LIMIT), expected())

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from decode import sampling
 from decode.sampling import SamplingError, SamplingForm, SamplingParams, SamplingValues, sample
-from sharding.collectives import tensor_index
+from sharding.collectives import DEFAULT_COLLECTIVES, tensor_index
 from sharding.layout import Layout
 from sharding.mesh import TENSOR, make_mesh
 
@@ -73,7 +73,7 @@ def draw(
 def filter_program(tp: int, form: SamplingForm) -> Callable[..., Any]:
     def run(scores: jax.Array, values: SamplingValues) -> jax.Array:
         ids = tensor_index() * scores.shape[-1] + jnp.arange(scores.shape[-1])
-        return sampling._filter(jnp.where(ids < V, scores, -jnp.inf), values, form)
+        return sampling._filter(jnp.where(ids < V, scores, -jnp.inf), values, form, DEFAULT_COLLECTIVES)
 
     return over_mesh(tp, run, (SPLIT, PartitionSpec()), SPLIT)
 
@@ -447,7 +447,7 @@ def test_a_large_vocabulary_is_filtered_exactly() -> None:
     logits = np.random.default_rng(10).permutation(np.linspace(-10, 10, vocab, dtype=np.float32))[None]
     values = SamplingValues.of(SamplingParams(1.0, top_k=k))
     form = SamplingParams(1.0, top_k=k).form
-    run = over_mesh(2, lambda scores: sampling._filter(scores, values, form), (SPLIT,), SPLIT)
+    run = over_mesh(2, lambda scores: sampling._filter(scores, values, form, DEFAULT_COLLECTIVES), (SPLIT,), SPLIT)
     left = np.asarray(run(logits))[0]
     np.testing.assert_array_equal(left > -np.inf, logits[0] >= np.sort(logits[0])[-k])
     assert (left > -np.inf).sum() == k

@@ -63,10 +63,11 @@ def check(found: Partial, expected: tuple[np.ndarray, np.ndarray], tolerance: fl
     assert (np.asarray(found.out)[~seen] == 0).all()
 
 
-HOW = [("reference", "cpu", TIGHT), ("xla", "cpu", TIGHT), (None, "tpu", TIGHT)]
+HOW = [("reference", "cpu", TIGHT), ("xla", "cpu", TIGHT), ("cpu_native", "cpu", TIGHT), (None, "tpu", TIGHT)]
 STORAGE = [
     ("reference", "cpu", TIGHT),
     ("xla", "cpu", TIGHT),
+    ("cpu_native", "cpu", TIGHT),
     (None, "cpu", TIGHT),
     ("xla", "tpu", BF16),
 ]
@@ -248,5 +249,5 @@ def test_only_filled_blocks_are_read(
 
 def test_unknown_implementation() -> None:
     q, keys, values = random_case(1, 1, 1, 1, 4, 8)
-    with pytest.raises(KernelError, match="cache_attention has no implementation 'cuda'; it has xla, reference"):
+    with pytest.raises(KernelError, match="cache_attention has no implementation 'cuda'; it has xla, cpu_native, ref"):
         run(q, keys, values, np.zeros((1, 1), np.int32), 1, 0, platform="cpu", implementation="cuda")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from model import cache_dir as cache_dir_module
-from model.cache_dir import cache_dir
+from kernels import cache_dir as cache_dir_module
+from kernels.cache_dir import cache_dir
 from model.checkpoint import demo
 from model.checkpoint.demo import demo_path, fetch_demo
 from model.checkpoint.errors import CheckpointError

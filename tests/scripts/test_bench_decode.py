@@ -244,7 +244,7 @@ def test_the_verdict_names_the_term_that_does_not_shrink() -> None:
 
 def test_the_table_fits_a_terminal_with_large_numbers() -> None:
     run = {"model": "m", "weights": "random", "batch": 1, "context": 1, "layers": "scan", "rounds": 1, "steps": 1}
-    run |= {"device": {"platform": "cpu", "kind": "cpu", "cpu_cores": 2}, "versions": {"jax": "0.12"}}
+    run |= {"device": {"platform": "cpu", "kind": "cpu", "cpu_cores": 2}, "versions": {"jax": "0.12"}, "kernels": "xla"}
     text = bench_decode.table(run, [row("bfloat16", 128, 1234.5, 1234.5, 1234.5)])
     assert max(map(len, text.splitlines())) <= 140
     assert "the devices are fake: they share these cores" in text
