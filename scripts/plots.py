@@ -102,9 +102,7 @@ def _scaling_lines(axes: Axes, rows: list[dict[str, Any]]) -> None:
         capsize=4,
         label="measured (median, range)",
     )
-    axes.plot(
-        counts, [row["ideal_ms"] for row in rows], color=BLACK, marker="_", ls="--", label="ideal (bytes / limit)"
-    )
+    axes.plot(counts, [row["ideal_ms"] for row in rows], color=BLACK, marker="_", ls="--", label="ideal")
     known = [row for row in rows if row["predicted_ms"] is not None]
     if known:
         axes.plot(
