@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(bench_scaling, "ReadProbe", functools.partial(ReadProbe, total_bytes=1 << 20))
+    monkeypatch.setattr(ReadProbe, "__init__", functools.partialmethod(ReadProbe.__init__, total_bytes=1 << 20))
     monkeypatch.setattr(bench_scaling, "CONSTANT_SIZES", (64, 1024))
 
     def call(*options: str | Path) -> tuple[int, str, str]:
@@ -152,6 +152,23 @@ def test_one_thread_a_device_is_a_child_with_its_own_environment(monkeypatch: py
     assert not set(bench_scaling.ONE_THREAD) & set(os.environ)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are held to cores on Linux alone")
+def test_threads_are_held_to_cores_for_the_while() -> None:
+    before = os.sched_getaffinity(0)
+    (core,) = bench_scaling._own_cores(1)
+    seen: list[set[int]] = []
+
+    def look() -> float:
+        seen.extend(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task"))
+        return 1.0
+
+    assert bench_scaling._Clock(look, {core}).sample() == 1.0
+    assert len(seen) > 1  # XLA's threads too
+    assert all(cores == {core} for cores in seen)
+    assert os.sched_getaffinity(0) == before
+    assert bench_scaling._own_cores(1 + len(before)) == before
+
+
 # --- what is said of samples ---
 
 CASE = Case(CONFIG, "f32", "f32", context=12)
@@ -255,13 +272,13 @@ def test_the_report_says_how_good_the_prediction_was_and_what_the_cores_did() ->
     rows = [{**row, "devices_here": row["tp"]} for row in report_rows(measured, {1: 1e-3, 2: 0.66e-3}, 2)]
     text = render(run_facts(), rows)
     assert "predicted with collectives from this run: off by 10% at most, within 15%" in text
-    assert "CPU seconds a second (one thread a device): 1.00 at tp = 1, 1.00 at tp = 2" in text
+    assert "CPU seconds a second (one core a device): 1.00 at tp = 1, 1.00 at tp = 2" in text
     assert "at tp = 2 devices had or used less than 75% of a core each" in text
     assert text.endswith("so it is")
     worse = [{**row, "devices_here": 1} for row in report_rows(measured, {1: 1e-3, 2: 0.72e-3}, 2)]
     text = render(run_facts(threads_are_limited=False), worse)
     assert "off by 20% at most, not within 15%" in text
-    assert "does not heed NPROC" in text
+    assert "devices used more than one core each, so no gain is real" in text
     fast = [{**row, "devices_here": 1} for row in report_rows({2: samples(2, 0.01, 0.01)}, {}, 2)]
     text = render(run_facts(), fast)
     assert "nothing was predicted" in text
