@@ -14,7 +14,7 @@ import jax
 
 from sharding.multihost import PEER_TIMEOUT_S, Membership, MultihostError, check, start
 
-OUTPUTS = ("json", "plot", "save")
+OUTPUTS = ("json", "plot")
 """Options that name a file to write: process 0's alone."""
 
 BROKEN_PIPE = 128 + 13

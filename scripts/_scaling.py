@@ -213,7 +213,7 @@ def _notes(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[st
         )
     if on_cpu:
         told = ", ".join(f"{row['cpu_seconds_per_s']:.2f} at tp = {row['tp']}" for row in rows)
-        kind = "one thread a device" if run["threads_per_device"] else "as many threads as a device likes"
+        kind = "one core a device" if run["threads_per_device"] else "as many threads as a device likes"
         where = " of process 0" if run["device"]["processes"] > 1 else ""
         notes.append(f"CPU seconds a second{where} ({kind}): {told}")
         short = [
@@ -225,9 +225,7 @@ def _notes(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[st
                 f"else was running, or they waited for each other"
             )
         if run["threads_per_device"] and not run["threads_are_limited"]:
-            notes.append(
-                "warning: a device used more than one core: this jaxlib does not heed NPROC, so gains are not real"
-            )
+            notes.append("warning: devices used more than one core each, so no gain is real")
     if any(row["limit_is_the_step"] for row in rows):
         counts = ", ".join(str(row["tp"]) for row in rows if row["limit_is_the_step"])
         notes.append(

@@ -10,15 +10,18 @@ machine whose speed drifts slows them alike.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from decode.decoder import Decoder
 from decode.step import MAX_STEPS
@@ -62,7 +65,8 @@ from sharding.mesh import KV_SEQ, TENSOR, make_mesh, owns_a_device
 from sharding.self_check import check_mesh
 
 ONE_THREAD = {"NPROC": "1", "PJRT_NPROC": "1"}
-"""What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing."""
+"""What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing. It makes
+one thread for each device all the same, and any device uses them all: so a count is also held to as many cores."""
 
 MOST_CPU_PER_DEVICE = 1.3
 """CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
@@ -95,7 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--threads-per-device",
         type=int,
         choices=(1,),
-        help="on CPU: start again with one thread for each device, so that devices do not share cores",
+        help="on CPU: start again with one thread and one core for each device, so that devices do not share cores",
     )
     add_collective_option(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
@@ -125,6 +129,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.threads_per_device and not hasattr(os, "sched_setaffinity"):
+        print("error: --threads-per-device needs Linux, where threads can be held to cores", file=sys.stderr)
+        return 1
     if args.threads_per_device and any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
         return _start_again(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: bench(args), processes=args)
@@ -151,6 +158,11 @@ class Count:
     step: Chain
     removed: Chain | None
     alone: CollectiveChain | None
+    cores: frozenset[int] | None = None
+
+    @property
+    def devices_here(self) -> int:
+        return sum(device.process_index == jax.process_index() for device in self.layout.mesh.devices.flat)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -195,6 +207,8 @@ def bench(args: argparse.Namespace) -> None:
     facts: dict[int, dict[str, Any]] = {}
     for turn in [[tp] for tp in mine] if args.one_at_a_time else [list(mine)]:
         counts = [_build(args, model, cases[tp], mine[tp], collectives) for tp in turn]
+        for count in counts if args.threads_per_device else ():
+            count.cores = _own_cores(count.devices_here)
         _time(counts, args.rounds)
         for count in counts:
             tp, samples = count.layout.tp, count.samples
@@ -203,7 +217,7 @@ def bench(args: argparse.Namespace) -> None:
             moved = step_bytes(count.decoder, args.batch, cases[tp].context)
             facts[tp] = {
                 **step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text()),
-                "devices_here": sum(one.process_index == 0 for one in count.layout.mesh.devices.flat),
+                "devices_here": count.devices_here,
             }
         del counts
     constants = given or _measure_constants(cases, mine)
@@ -282,17 +296,17 @@ def _chained(call: Call, layout: Layout) -> Step:
 
 def _time(counts: Sequence[Count], rounds: int) -> None:
     """Fill in the samples of every count, in turns."""
-    clocks = [_Clock(count.step.sample) for count in counts]
+    clocks = [_Clock(count.step.sample, count.cores) for count in counts]
     samplers: list[Callable[[], float]] = []
     taken: list[list[float]] = []
     for count, clock in zip(counts, clocks, strict=True):
         samplers.append(clock.sample)
         taken.append(count.samples.steps)
         if count.removed is not None and count.alone is not None:
-            steps, alone = count.removed.steps, count.alone
-            samplers += [count.removed.sample, lambda alone=alone, steps=steps: alone.sample(steps)]  # type: ignore[misc]
+            alone = functools.partial(count.alone.sample, count.removed.steps)
+            samplers += [_Clock(sample, count.cores).sample for sample in (count.removed.sample, alone)]
             taken += [count.samples.removed, count.samples.alone]
-    probes = {count.layout.tp: ReadProbe(count.layout.mesh) for count in counts}
+    probes = {count.layout.tp: _Probe(count.layout.mesh, count.cores) for count in counts}
     found, reads = take_turns(samplers, probes, rounds)
     for target, samples in zip(taken, found, strict=True):
         target += samples
@@ -302,17 +316,57 @@ def _time(counts: Sequence[Count], rounds: int) -> None:
 
 
 class _Clock:
-    """A sampler that also notes the CPU time of this process, all threads together."""
+    """A sampler held to some cores, which also notes the CPU time of this process, all threads together."""
 
-    def __init__(self, sample: Callable[[], float]):
-        self._sample, self.cpu_s, self.wall_s = sample, 0.0, 0.0
+    def __init__(self, sample: Callable[[], float], cores: Set[int] | None):
+        self._sample, self._cores, self.cpu_s, self.wall_s = sample, cores, 0.0, 0.0
 
     def sample(self) -> float:
-        cpu, wall = time.process_time(), time.perf_counter()
-        found = self._sample()
-        self.cpu_s += time.process_time() - cpu
-        self.wall_s += time.perf_counter() - wall
+        with _held_to(self._cores):
+            cpu, wall = time.process_time(), time.perf_counter()
+            found = self._sample()
+            self.cpu_s += time.process_time() - cpu
+            self.wall_s += time.perf_counter() - wall
         return found
+
+
+class _Probe(ReadProbe):
+    """A read probe held to some cores."""
+
+    def __init__(self, mesh: Mesh, cores: Set[int] | None):
+        super().__init__(mesh)
+        self._cores = cores
+
+    def sample(self) -> float:
+        with _held_to(self._cores):
+            return super().sample()
+
+
+def _own_cores(count: int) -> frozenset[int]:
+    """Cores for ``count`` devices of this process, others than those of the next process as far as they go."""
+    cores = sorted(os.sched_getaffinity(0))
+    first = jax.process_index() * count
+    return frozenset(cores[(first + place) % len(cores)] for place in range(count))
+
+
+@contextmanager
+def _held_to(cores: Set[int] | None) -> Iterator[None]:
+    """Let every thread of this process run on these cores alone for the while; None changes nothing."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _hold(cores)
+    try:
+        yield
+    finally:
+        _hold(before)
+
+
+def _hold(cores: Set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # one that has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _measure_constants(cases: Mapping[int, Case], layouts: Mapping[int, Layout]) -> Measured:

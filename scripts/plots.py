@@ -102,9 +102,7 @@ def _scaling_lines(axes: Axes, rows: list[dict[str, Any]]) -> None:
         capsize=4,
         label="measured (median, range)",
     )
-    axes.plot(
-        counts, [row["ideal_ms"] for row in rows], color=BLACK, marker="_", ls="--", label="ideal (bytes / limit)"
-    )
+    axes.plot(counts, [row["ideal_ms"] for row in rows], color=BLACK, marker="_", ls="--", label="ideal")
     known = [row for row in rows if row["predicted_ms"] is not None]
     if known:
         axes.plot(
@@ -131,7 +129,7 @@ def _scaling_lines(axes: Axes, rows: list[dict[str, Any]]) -> None:
         xlim=(min(counts) * 0.85, max(counts) * 1.15),
     )
     axes.grid(alpha=0.3, lw=0.4)
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.14), ncols=4, fontsize=8.5, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.14), ncols=3, fontsize=8.5, frameon=False)
 
 
 def _scaling_terms(axes: Axes, rows: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -40,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(bench_scaling, "ReadProbe", functools.partial(ReadProbe, total_bytes=1 << 20))
+    monkeypatch.setattr(ReadProbe, "__init__", functools.partialmethod(ReadProbe.__init__, total_bytes=1 << 20))
     monkeypatch.setattr(bench_scaling, "CONSTANT_SIZES", (64, 1024))
 
     def call(*options: str | Path) -> tuple[int, str, str]:
@@ -54,8 +55,8 @@ def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_a_run_at_several_counts(command: Run, tiny: Path, tmp_path: Path, form: str, counts: list[int]) -> None:
     target, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
     options = ["--model", tiny, "--tp", ",".join(map(str, counts)), *SHORT, "--json", target, "--collective", form]
-    pytest.importorskip("matplotlib")
-    status, out, err = command(*options, *(["--plot", picture] if form == "psum" else []))
+    drawn = form == "psum" and importlib.util.find_spec("matplotlib") is not None
+    status, out, err = command(*options, *(["--plot", picture] if drawn else []))
     assert (status, err) == (0, "")
     found = json.loads(target.read_text())
     assert (found["model"], found["weights"], found["sliced"]) == (str(tiny), "checkpoint", False)
@@ -87,7 +88,7 @@ def test_a_run_at_several_counts(command: Run, tiny: Path, tmp_path: Path, form:
     assert "CPU devices share" in out
     if found["device"]["cpu_cores"] < 3:
         assert "3 (functional only)" in out
-    if form == "psum":
+    if drawn:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,6 +150,23 @@ def test_one_thread_a_device_is_a_child_with_its_own_environment(monkeypatch: py
     assert command[1:] == ["-m", "scripts.bench_scaling", "--threads-per-device", "1", "--tp", "2"]
     assert {name: environment[name] for name in bench_scaling.ONE_THREAD} == bench_scaling.ONE_THREAD
     assert not set(bench_scaling.ONE_THREAD) & set(os.environ)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are held to cores on Linux alone")
+def test_threads_are_held_to_cores_for_the_while() -> None:
+    before = os.sched_getaffinity(0)
+    (core,) = bench_scaling._own_cores(1)
+    seen: list[set[int]] = []
+
+    def look() -> float:
+        seen.extend(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task"))
+        return 1.0
+
+    assert bench_scaling._Clock(look, {core}).sample() == 1.0
+    assert len(seen) > 1  # XLA's threads too
+    assert all(cores == {core} for cores in seen)
+    assert os.sched_getaffinity(0) == before
+    assert bench_scaling._own_cores(1 + len(before)) == before
 
 
 # --- what is said of samples ---
@@ -254,17 +272,41 @@ def test_the_report_says_how_good_the_prediction_was_and_what_the_cores_did() ->
     rows = [{**row, "devices_here": row["tp"]} for row in report_rows(measured, {1: 1e-3, 2: 0.66e-3}, 2)]
     text = render(run_facts(), rows)
     assert "predicted with collectives from this run: off by 10% at most, within 15%" in text
-    assert "CPU seconds a second (one thread a device): 1.00 at tp = 1, 1.00 at tp = 2" in text
+    assert "CPU seconds a second (one core a device): 1.00 at tp = 1, 1.00 at tp = 2" in text
     assert "at tp = 2 devices had or used less than 75% of a core each" in text
     assert text.endswith("so it is")
     worse = [{**row, "devices_here": 1} for row in report_rows(measured, {1: 1e-3, 2: 0.72e-3}, 2)]
     text = render(run_facts(threads_are_limited=False), worse)
     assert "off by 20% at most, not within 15%" in text
-    assert "does not heed NPROC" in text
+    assert "devices used more than one core each, so no gain is real" in text
     fast = [{**row, "devices_here": 1} for row in report_rows({2: samples(2, 0.01, 0.01)}, {}, 2)]
     text = render(run_facts(), fast)
     assert "nothing was predicted" in text
     assert "at tp = 2 a step read faster than the probe" in text
+
+
+def test_the_picture_is_labelled_and_shows_what_was_measured() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.plots import draw_scaling
+
+    measured = {1: samples(1, 1.0), 2: samples(2, 0.6, 0.55), 4: samples(4, 0.7, 0.3)}
+    rows = report_rows(measured, {1: 1e-3, 2: 0.66e-3, 4: 0.5e-3}, 2)
+    lines, bars = draw_scaling({**run_facts(), "rows": rows}).axes
+    assert (lines.get_xlabel(), lines.get_ylabel()) == ("devices (tp)", "time per output token (ms)")
+    assert [label.get_text() for label in lines.get_xticklabels()] == ["1", "2", "4"]
+    shown = {text.get_text() for text in lines.get_legend().get_texts()}
+    assert shown == {"measured (median, range)", "ideal", "predicted", "collectives (by removal)", "functional only"}
+    by_label = {line.get_label(): list(line.get_ydata()) for line in lines.get_lines()}
+    assert by_label["predicted"] == [1.0, 0.66, 0.5]
+    assert by_label["ideal"] == [row["ideal_ms"] for row in rows]
+    assert {text.get_text() for text in bars.get_legend().get_texts()} == {
+        "weights",
+        "KV cache",
+        "collectives",
+        "everything else",
+    }
+    top = [sum(patch.get_height() for patch in group) for group in zip(*bars.containers, strict=True)]
+    assert top == pytest.approx([1.0, 0.6, 0.7])
 
 
 def test_bad_input_is_one_line(command: Run, tiny: Path, tmp_path: Path) -> None:
