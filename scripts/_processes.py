@@ -20,7 +20,7 @@ OUTPUTS = ("json", "plot")
 BROKEN_PIPE = 128 + 13
 INTERRUPTED = 128 + 2
 
-NOTICE_S = 2.0
+NOTICE_S = 5.0
 """How long a process whose collective failed waits to be told which other one is to blame."""
 
 

@@ -155,14 +155,10 @@ class Count:
     layout: Layout
     decoder: Decoder
     samples: Samples
+    cores: Set[int] | None
     step: Chain
-    removed: Chain | None
-    alone: CollectiveChain | None
-    cores: frozenset[int] | None = None
-
-    @property
-    def devices_here(self) -> int:
-        return sum(device.process_index == jax.process_index() for device in self.layout.mesh.devices.flat)
+    removed: Chain | None = None
+    alone: CollectiveChain | None = None
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -206,20 +202,8 @@ def bench(args: argparse.Namespace) -> None:
     measured: dict[int, Samples] = {}
     facts: dict[int, dict[str, Any]] = {}
     for turn in [[tp] for tp in mine] if args.one_at_a_time else [list(mine)]:
-        counts = [_build(args, model, cases[tp], mine[tp], collectives) for tp in turn]
-        for count in counts if args.threads_per_device else ():
-            count.cores = _own_cores(count.devices_here)
-        _time(counts, args.rounds)
-        for count in counts:
-            tp, samples = count.layout.tp, count.samples
-            measured[tp] = samples
-            limit = Bandwidth.of([*samples.reads, samples.limit], tp)
-            moved = step_bytes(count.decoder, args.batch, cases[tp].context)
-            facts[tp] = {
-                **step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text()),
-                "devices_here": count.devices_here,
-            }
-        del counts
+        for tp, (samples, known) in _measure(args, model, [cases[tp] for tp in turn], mine, collectives).items():
+            measured[tp], facts[tp] = samples, known
     constants = given or _measure_constants(cases, mine)
     if jax.process_index() != 0:
         return
@@ -271,6 +255,26 @@ def _sliced(
     return None, replace(config, num_layers=args.layers)
 
 
+def _measure(
+    args: argparse.Namespace,
+    model: ResolvedModel | None,
+    cases: Sequence[Case],
+    layouts: Mapping[int, Layout],
+    collectives: Collectives,
+) -> dict[int, tuple[Samples, dict[str, Any]]]:
+    """Counts timed in turns: the samples of each, and what else is known of it. Everything is freed on return."""
+    counts = [_build(args, model, case, layouts[case.tp], collectives) for case in cases]
+    _time(counts, args.rounds)
+    found = {}
+    for count in counts:
+        samples = count.samples
+        limit = Bandwidth.of([*samples.reads, samples.limit], samples.case.tp)
+        moved = step_bytes(count.decoder, args.batch, samples.case.context)
+        facts = step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text())
+        found[samples.case.tp] = samples, {**facts, "devices_here": _devices_here(count.layout)}
+    return found
+
+
 def _build(
     args: argparse.Namespace, model: ResolvedModel | None, case: Case, layout: Layout, collectives: Collectives
 ) -> Count:
@@ -280,12 +284,18 @@ def _build(
     moved = step_bytes(decoder, args.batch, case.context)
     samples = Samples(case, moved.weights, moved.cache)
     step = Chain(decoder, args.batch, args.context, args.steps)
+    cores = _own_cores(_devices_here(layout)) if args.threads_per_device else None
     if layout.tp == 1:
-        return Count(layout, decoder, samples, step, None, None)
+        return Count(layout, decoder, samples, cores, step)
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
     removed = Chain(bare, args.batch, args.context, args.steps)
     alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
-    return Count(layout, decoder, samples, step, removed, alone)
+    return Count(layout, decoder, samples, cores, step, removed, alone)
+
+
+def _devices_here(layout: Layout) -> int:
+    """Devices of the mesh that this process drives."""
+    return sum(device.process_index == jax.process_index() for device in layout.mesh.devices.flat)
 
 
 def _chained(call: Call, layout: Layout) -> Step:

@@ -44,9 +44,10 @@ class Lifeline:
 
     def listen(self) -> tuple[int, str]:
         """On process 0: open the port that the others connect to. Returns it, and the word they must say."""
-        two_stacks = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if two_stacks else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=two_stacks)
+        try:
+            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        except (OSError, ValueError):  # no IPv6 here
+            self._server = socket.create_server(("", 0))
         self._word = secrets.token_hex(16)
         return self._server.getsockname()[1], self._word
 
