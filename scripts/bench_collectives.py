@@ -47,10 +47,17 @@ CHAINED_BYTES = 4 * MIB
 MOST_CHAINED, FEWEST_CHAINED = 512, 2
 """Calls in one dispatch: as many as move ``CHAINED_BYTES``, within these. Not by the clock: processes must agree."""
 
+CPU_WORK = 4096
+"""float32 numbers that a CPU device goes over between two calls: about 4 us."""
+
+SHORTEST = 1e-7
+"""Seconds; what a call is taken for where the chain without it was no faster."""
+
 UNITS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "K": KIB, "M": MIB}
 COLUMNS = """\
 bytes     of the array that is summed (all_reduce), else of the whole array over the group
-us        median time of one call in a chain where each needs the one before
+us        median time of one call in a chain where each needs the one before (on CPU with a little work in between,
+          which is subtracted: devices that only wait share a core, and look faster than they are)
 line      what the fitted line says: alpha + bytes / bandwidth, least squares on relative errors"""
 
 
@@ -125,14 +132,27 @@ def default_counts(devices: int) -> list[int]:
 
 
 def measure(mesh: Mesh, op: str, nbytes: Iterable[int], rounds: int) -> dict[int, list[float]]:
-    """Seconds of one call of ``op`` over all devices of ``mesh``: ``rounds`` samples for each size in bytes."""
+    """Seconds of one call of ``op`` over all devices of ``mesh``: ``rounds`` samples for each size in bytes.
+
+    On CPU each sample is a chain with work between the calls, less the same chain without the calls, in turns.
+    """
+    work = CPU_WORK if mesh.devices.flat[0].platform == "cpu" else 0
     found = {}
     for size in nbytes:
-        chain = CollectiveChain(mesh, [Step(op, size, TENSOR)])
+        step = [Step(op, size, TENSOR)]
+        chains = [CollectiveChain(mesh, step, work=work)]
+        if work:
+            chains.append(CollectiveChain(mesh, step, work=work, bare=True))
         calls = min(MOST_CHAINED, max(FEWEST_CHAINED, CHAINED_BYTES // size))
-        chain.sample(calls)  # the first warms up
-        found[size] = [chain.sample(calls) for _ in range(rounds)]
-        chain.close()
+        for chain in chains:
+            chain.sample(calls)  # the first warms up
+        samples = []
+        for _ in range(rounds):
+            whole, *bare = [chain.sample(calls) for chain in chains]
+            samples.append(max(whole - sum(bare), SHORTEST))
+        found[size] = samples
+        for chain in chains:
+            chain.close()
     return found
 
 

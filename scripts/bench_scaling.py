@@ -71,8 +71,8 @@ one thread for each device all the same, and any device uses them all: so a coun
 MOST_CPU_PER_DEVICE = 1.3
 """CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
 
-CONSTANT_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19)
-"""Message sizes in bytes for measuring latency and bandwidth of the collectives where no file gives them."""
+CONSTANT_SPAN = 4
+"""Constants are measured from the smallest of a step's messages to this many times the largest."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -380,13 +380,20 @@ def _hold(cores: Set[int]) -> None:
 
 
 def _measure_constants(cases: Mapping[int, Case], layouts: Mapping[int, Layout]) -> Measured:
-    """A line for each collective that a step makes, at each count, as ``scripts.bench_collectives`` fits it."""
+    """A line for each collective that a step makes, at each count, as ``scripts.bench_collectives`` fits it.
+
+    At the sizes that the step sends: a line through all sizes may be far off at the small ones.
+    """
     rows: list[dict[str, Any]] = []
     for tp, layout in layouts.items():
-        for op, devices in sorted({(call.op, call.devices) for call in step_collectives(cases[tp])}):
+        sizes: dict[tuple[str, int], list[int]] = {}
+        for call in step_collectives(cases[tp]):
+            sizes.setdefault((call.op, call.devices), []).append(int(call.nbytes))
+        for (op, devices), sent in sorted(sizes.items()):
             mesh = layout.mesh if devices == tp else make_mesh(devices, devices)
             if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
-                rows.append(result(op, devices, measure(mesh, op, CONSTANT_SIZES, rounds=5)))
+                span = {*sent, CONSTANT_SPAN * max(sent)}
+                rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
     return fitted(rows)
 
 

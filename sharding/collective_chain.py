@@ -6,6 +6,7 @@ other overlap. Here the result of each is, or becomes part of, the input of the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.collectives import Axes, all_gather, all_reduce_sum, exchange, reduce_scatter_sum
 from sharding.mesh import MESH_AXES, LayoutError
 
-RUN: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
+RUN: dict[str, Callable[..., jax.Array]] = {
     "all_reduce": all_reduce_sum,
     "all_gather": lambda x, axes: all_gather(x, axes, axis=0),
     "reduce_scatter": lambda x, axes: reduce_scatter_sum(x, axes, axis=0),
@@ -45,17 +46,24 @@ class Step:
 class CollectiveChain:
     """A compiled loop over ``steps``, on arrays of zeros, whose sums stay zero.
 
+    Args:
+        work: float32 numbers that every device goes over before each call, as a step has products between its
+            collectives. Without any, the threads of CPU devices that only wait for each other end up on one core,
+            where a call takes 8 us; devices that compute keep a core each, and waking the other takes 76 us (measured
+            on 2 cores of a virtual machine).
+        bare: leave the calls out, to find what the work costs.
+
     Raises:
         LayoutError: no step, or an unknown op.
     """
 
-    def __init__(self, mesh: Mesh, steps: Sequence[Step]):
+    def __init__(self, mesh: Mesh, steps: Sequence[Step], *, work: int = 0, bare: bool = False):
         if not steps:
             raise LayoutError("a chain of collectives needs at least one")
         unknown = [step.op for step in steps if step.op not in RUN]
         if unknown:
             raise LayoutError(f"unknown collective {unknown[0]!r}; it must be one of {', '.join(RUN)}")
-        self.steps = tuple(steps)
+        self.steps, self._work, self._bare = tuple(steps), work, bare
         split = NamedSharding(mesh, PartitionSpec(MESH_AXES))
         shapes = [(mesh.devices.size, _local_elements(mesh, step)) for step in steps]
         self._buffers = jax.jit(
@@ -86,14 +94,19 @@ class CollectiveChain:
     def _loop(self, buffers: list[jax.Array], rounds: jax.Array) -> list[jax.Array]:
         def one_round(turn: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
             buffers, link = carry
-            fed = len(self.steps) == 1 and self.steps[0].op in SAME_SHAPE  # by its own result of the round before
+            # By its own result of the round before.
+            fed = len(self.steps) == 1 and self.steps[0].op in SAME_SHAPE and not self._work
             for index, step in enumerate(self.steps):
                 for _ in range(step.count):
+                    if self._work:
+                        numbers = lax.optimization_barrier(jnp.ones(self._work, jnp.float32))
+                        link = jnp.sum(jnp.tanh(numbers * link))
                     if not fed:
                         buffers[index] = buffers[index].at[0].set(link)
-                    result = RUN[step.op](buffers[index], step.axes)
-                    fed = step.op in SAME_SHAPE
-                    if fed:
+                    call = lax.optimization_barrier if self._bare else functools.partial(RUN[step.op], axes=step.axes)
+                    result = call(buffers[index])
+                    fed = step.op in SAME_SHAPE and not self._work
+                    if step.op in SAME_SHAPE:
                         buffers[index] = result
                     link = result[0]
                 fed = fed and len(self.steps) == 1

@@ -36,6 +36,18 @@ def test_many_over_either_axis() -> None:
     assert chain.sample(2) > 0
 
 
+@pytest.mark.parametrize("op", RUN)
+def test_work_between_calls_is_kept_with_and_without_them(op: str) -> None:
+    mesh = make_mesh(4, 4)
+    whole, bare = (CollectiveChain(mesh, [Step(op, 1000, TENSOR, 2)], work=64, bare=left_out) for left_out in (0, 1))
+    assert len(collectives(whole.program.as_text())) == 2
+    assert collectives(bare.program.as_text()) == []
+    assert [chain.program.as_text().count(" tanh(") for chain in (whole, bare)] == [2, 2]
+    assert bare.sample(2) > 0
+    whole.sample(2)
+    assert all(float(abs(buffer).max()) == 0 for buffer in whole._buffers)
+
+
 def test_what_cannot_be_chained() -> None:
     mesh = make_mesh(2, 2)
     with pytest.raises(LayoutError, match="needs at least one"):
