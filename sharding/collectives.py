@@ -151,6 +151,8 @@ class Collectives:
 
 
 DEFAULT_COLLECTIVES = Collectives()
+"""psum, by measurement: a step of the demo model on two cores takes 36.7 ms with it, 39.1 with one_shot and 42.1 with
+scatter (``scripts.bench_scaling --tp 1,2 --threads-per-device 1 --collective ...``)."""
 
 
 def _padded(x: jax.Array) -> jax.Array:
