@@ -248,7 +248,10 @@ class Measured:
         if op != "all_reduce" and "all_reduce" in known:
             return known["all_reduce"].time(nbytes) / 2
         measured = ", ".join(sorted({f"{line.op} x {line.devices}" for line in self.lines})) or "nothing"
-        raise RooflineError(f"no measurement of {op} over {devices} devices: measured are {measured}")
+        raise RooflineError(
+            f"no measurement of {op} over {devices} devices: measured are {measured}; measure it too, with "
+            f"scripts.bench_collectives --devices {devices} on so many devices"
+        )
 
     def to_json(self) -> list[dict[str, Any]]:
         """A list of {op, devices, alpha_s, bytes_per_s}; an infinite bandwidth is written as null."""

@@ -17,6 +17,9 @@ from sharding.multihost import PEER_TIMEOUT_S, Membership, MultihostError, check
 OUTPUTS = ("json", "plot")
 """Options that name a file to write: process 0's alone."""
 
+OWN_OPTIONS = (*OUTPUTS, "quiet", "coordinator", "process_count", "process_id", "peer_timeout")
+"""Options that may differ between processes; all others decide what is computed."""
+
 BROKEN_PIPE = 128 + 13
 INTERRUPTED = 128 + 2
 
@@ -67,7 +70,17 @@ def join(args: argparse.Namespace) -> Membership | None:
         print(f"error: {message}", file=told, flush=True)
         os._exit(1)
 
-    member = start(args.coordinator, args.process_count, args.process_id, on_loss=lost, timeout_s=timeout_s)
+    agreed = {
+        f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items() if name not in OWN_OPTIONS
+    }
+    member = start(
+        args.coordinator,
+        args.process_count,
+        args.process_id,
+        on_loss=lost,
+        timeout_s=timeout_s,
+        agreed={**agreed, "jax": jax.__version__},
+    )
     # Gloo writes to the file of standard output from C++; ours goes around it.
     own = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)

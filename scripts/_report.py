@@ -78,7 +78,7 @@ def report_lines(facts: dict[str, Any]) -> list[str]:
     rows = f" of {facts['batch']} rows" if facts["batch"] > 1 else ""
     return [
         *lines,
-        f"TPOT      {_ms(facts['tpot_s'])} (median; {spread}), {facts['tokens_per_s']:.1f} tokens/s{rows}",
+        f"TPOT      {_ms(facts['tpot_s'])} (median; {spread}), {facts['tokens_per_s']:.1f} tokens/s{rows} overall",
         f"bytes     {facts['step_bytes_per_device'] / 1e6:.1f} MB{each} that a step must move: weights "
         f"{facts['step_weight_bytes_per_device'] / 1e6:.1f}, cache {facts['step_cache_bytes_per_device'] / 1e6:.1f}",
         f"achieved  {facts['achieved_gb_per_s']:.1f} GB/s{each} of the {facts['limit_gb_per_s']:.1f} GB/s{each} that "

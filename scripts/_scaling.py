@@ -150,17 +150,30 @@ def chip_flops(device_kind: str, dtype: str) -> float:
 
 
 COLUMNS = """\
+all times in ms a step
 ms/step      median over the samples and their range; a sample is one dispatch of a chain of dependent steps
 ideal        bytes that one device reads in a step over the read limit: no step beats it
 weights, KV  the two parts of ideal
 collectives  ms/step less the same compiled step with local no-ops of equal shape in their place
 alone        the step's collectives, as many and as large, in a dependent chain of their own
 rest         what remains: reading below the limit, arithmetic, dispatch
-GB/s         read limit of one device while all of them read, measured in the same rounds
+limit GB/s   read limit of one device while all of them read, measured in the same rounds
 speed-up     ms/step at the smallest tp over ms/step here; efficiency: that over the ratio of devices
 predicted    the latency model, fitted to tp = 1, with measured latency and bandwidth of each collective"""
 
-HEAD = ("tp", "ms/step", "ideal", "weights", "KV", "collectives", "rest", "alone", "GB/s", "speed-up", "efficiency")
+HEAD = (
+    "tp",
+    "ms/step",
+    "ideal",
+    "weights",
+    "KV",
+    "collectives",
+    "rest",
+    "alone",
+    "limit GB/s",
+    "speed-up",
+    "efficiency",
+)
 
 
 def render(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -208,8 +221,8 @@ def _notes(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[st
     on_cpu, cores = run["device"]["platform"] == "cpu", run["device"]["cpu_cores"]
     if on_cpu and run["threads_per_device"] is None:
         notes.append(
-            f"CPU devices share {cores} cores: one device already uses all of them, so more devices show that it works "
-            f"and what collectives cost, not a gain; --threads-per-device 1 makes each device one core"
+            f"CPU devices share {cores} cores here, and one may use them all: a gain is not that of devices alone "
+            f"(--threads-per-device 1 makes each device one core)"
         )
     if on_cpu:
         told = ", ".join(f"{row['cpu_seconds_per_s']:.2f} at tp = {row['tp']}" for row in rows)

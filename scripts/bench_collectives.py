@@ -50,6 +50,9 @@ MOST_CHAINED, FEWEST_CHAINED = 512, 2
 CPU_WORK = 4096
 """float32 numbers that a CPU device goes over between two calls: about 4 us."""
 
+POOR_FIT = 2.0
+"""A line this many times off at some size is remarked on."""
+
 SHORTEST = 1e-7
 """Seconds; what a call is taken for where the chain without it was no faster."""
 
@@ -200,6 +203,10 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"{row['op']} over {row['devices']} devices: alpha {row['alpha_us']:.1f} us, {width}")
         lines.append("  " + "".join(f"{one:>10}" for one in ("bytes", "us", "line")))
         lines += [f"  {size_text(one['bytes']):>10}{one['us']:>10.1f}{one['line_us']:>10.1f}" for one in row["sizes"]]
+        worst = max(row["sizes"], key=lambda one: max(one["us"] / one["line_us"], one["line_us"] / one["us"]))
+        times = max(worst["us"] / worst["line_us"], worst["line_us"] / worst["us"])
+        if times > POOR_FIT:
+            lines.append(f"  note: no line fits these times: {times:.1f}x off at {size_text(worst['bytes'])}")
         lines.append("")
     return "\n".join([*lines, COLUMNS])
 

@@ -11,8 +11,9 @@ from kernels import native
 def main(argv: list[str] | None = None) -> int:
     """Builds the library into the cache folder, prints where it is, and returns the exit status."""
     parser = argparse.ArgumentParser(
+        prog="python -m scripts.build_native",
         description="Compile the native CPU kernels into the cache folder, where the first run would put them itself. "
-        "Needs a C++17 compiler."
+        "Needs a C++17 compiler.",
     )
     parser.parse_args(argv)
     try:

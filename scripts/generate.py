@@ -198,6 +198,8 @@ def generate(args: argparse.Namespace) -> None:
         )
         screen.show(own, generation)
         groups.append(Group(own, generation.completions, generation.timing))
+    # Once more: what else runs on the machine comes and goes, and a limit is what the machine can do.
+    limit = Bandwidth.of([*limit.samples, *measure_read_bandwidth(layout.mesh).samples], limit.devices)
 
     facts = _facts(args, decoder, max_len, groups, limit, cache, load_s, sampling)
     if not args.quiet:

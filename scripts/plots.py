@@ -125,11 +125,16 @@ def _scaling_lines(axes: Axes, rows: list[dict[str, Any]]) -> None:
         xlabel="devices (tp)",
         ylabel="time per output token (ms)",
         title="A decode step by device count",
-        ylim=(0, max(max(row["samples_ms"]) for row in rows) * 1.15),
+        ylim=(0, _tallest(rows)),
         xlim=(min(counts) * 0.85, max(counts) * 1.15),
     )
     axes.grid(alpha=0.3, lw=0.4)
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.14), ncols=3, fontsize=8.5, frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.14), ncols=4, fontsize=8, frameon=False)
+
+
+def _tallest(rows: list[dict[str, Any]]) -> float:
+    """The top of both panels, so that equal heights are equal times."""
+    return 1.2 * max(max(*row["samples_ms"], row["measured_ms"], row["predicted_ms"] or 0) for row in rows)
 
 
 def _scaling_terms(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -149,7 +154,7 @@ def _scaling_terms(axes: Axes, rows: list[dict[str, Any]]) -> None:
         xlabel="devices (tp)",
         ylabel="time per output token (ms)",
         title="Where the measured step went",
-        ylim=(0, max(row["measured_ms"] for row in rows) * 1.2),
+        ylim=(0, _tallest(rows)),
     )
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8.5)
 

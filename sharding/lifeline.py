@@ -8,11 +8,13 @@ service lives in process 0: when that is killed, its stack dump may come with ou
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 HUB = 0
@@ -30,11 +32,13 @@ class Lifeline:
     Args:
         me: this process's id; process 0 is the hub that the others connect to.
         count: processes of the run.
-        timeout_s: how long another may be silent.
+        timeout_s: how long another may be silent, or at work after this one is done.
+        agreed: what must be the same on every process (a seed, the number of tokens): name and value.
     """
 
-    def __init__(self, me: int, count: int, timeout_s: float, on_loss: OnLoss):
+    def __init__(self, me: int, count: int, timeout_s: float, on_loss: OnLoss, agreed: Mapping[str, str] | None = None):
         self.me, self.count, self.timeout_s, self._on_loss = me, count, timeout_s, on_loss
+        self._agreed = dict(agreed or {})
         self._links: dict[int, socket.socket] = {}
         self._listeners: list[threading.Thread] = []
         self._done: set[int] = set()
@@ -52,7 +56,10 @@ class Lifeline:
         return self._server.getsockname()[1], self._word
 
     def accept(self) -> None:
-        """On process 0, after ``listen``: wait for every other process. Raises TimeoutError naming those missing."""
+        """On process 0, after ``listen``: wait for every other process.
+
+        Raises TimeoutError naming those missing, and RuntimeError for one that was started otherwise than this one.
+        """
         deadline = time.monotonic() + self.timeout_s
         with self._server:
             while len(self._links) < self.count - 1:
@@ -69,7 +76,7 @@ class Lifeline:
     def connect(self, host: str, port: int, word: str) -> None:
         """On every other process: reach process 0. Raises OSError when that cannot be done in time."""
         link = socket.create_connection((host, port), timeout=self.timeout_s)
-        link.sendall(f"{HELLO} {word} {self.me}\n".encode())
+        link.sendall(f"{HELLO} {word} {self.me} {json.dumps(self._agreed)}\n".encode())
         self._links[HUB] = link
         self._hear(HUB, _lines(link))
         self._start(self._send_alive)
@@ -78,8 +85,11 @@ class Lifeline:
         """A normal end: returns once every process has come here. Losses before that still count."""
         if self.me != HUB:
             self._tell(DONE)
-        if self.count > 1:
-            self._everyone_done.wait()
+        if self.count > 1 and not self._everyone_done.wait(self.timeout_s):
+            self._lose(
+                f"process {self.me} of {self.count} is done, and others are not {self.timeout_s:g} s later: were all "
+                f"started with the same options?"
+            )
         with self._lock:
             self._ended = True
         if self.me == HUB:
@@ -95,15 +105,28 @@ class Lifeline:
         link.settimeout(min(GREETING_S, self.timeout_s))
         lines = _lines(link)
         try:
-            said = lines.readline().split()
+            said = lines.readline().split(maxsplit=3)
         except OSError:  # silent or gone: a stranger
             said = []
         if said[:2] != [HELLO, self._word]:
             link.close()
             return
         link.settimeout(self.timeout_s)
-        self._links[int(said[2])] = link
-        self._hear(int(said[2]), lines)
+        peer, agreed = int(said[2]), json.loads(said[3])
+        fault = None
+        if peer in self._links or not 0 < peer < self.count:
+            fault = f"a second process, or one too many, says that it is process {peer} of {self.count}"
+        for name in sorted(agreed.keys() | self._agreed.keys()):
+            here, there = (options.get(name, "nothing") for options in (self._agreed, agreed))
+            if here != there:
+                fault = f"process {peer} was started with {name} {there}, process 0 with {here}; start all alike"
+        if fault is not None:
+            with suppress(OSError):
+                link.sendall(f"{FAILED} {fault}\n".encode())
+            self._lose(fault)
+            raise RuntimeError(fault)
+        self._links[peer] = link
+        self._hear(peer, lines)
 
     def _hear(self, peer: int, lines: TextIO) -> None:
         self._listeners.append(self._start(self._listen, peer, lines))

@@ -6,7 +6,9 @@ Gloo's. What differs between processes must never decide what they dispatch: no 
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -70,6 +72,7 @@ def start(
     *,
     on_loss: OnLoss,
     timeout_s: float = PEER_TIMEOUT_S,
+    agreed: Mapping[str, str] | None = None,
 ) -> Membership:
     """Join the other processes; call it before JAX starts. Returns once all are there.
 
@@ -80,10 +83,17 @@ def start(
         on_loss: called on another thread with a message when a process is late, fails, is silent for ``timeout_s`` or
             goes away. The caller may be inside a collective that never returns, so it should end the process.
 
+        agreed: what must be the same on every process: name and value. Different programs would wait for each other's
+            collectives for ever, or mix their results.
+
     Raises:
-        MultihostError: bad options, no cluster found, or an address that cannot be used.
+        MultihostError: bad options, no cluster found, an address that cannot be used, or processes that do not agree.
     """
     check(coordinator, process_count, process_id)
+    if process_id == HUB and coordinator != AUTO:
+        _check_free(coordinator)
+    # It would catch SIGTERM and leave it to us: a process that is told to end should end.
+    jax.config.update("jax_enable_preemption_service", False)
     who = "this process" if process_id is None else f"process {process_id} of {process_count}"
     late = threading.Timer(
         timeout_s,
@@ -106,7 +116,7 @@ def start(
             heartbeat_timeout_seconds=int(2 * timeout_s + GRACE_S),
             shutdown_timeout_seconds=int(timeout_s + GRACE_S),
         )
-        membership = _tie(timeout_s, on_loss)
+        membership = _tie(timeout_s, on_loss, agreed)
     except (ValueError, RuntimeError, OSError) as error:
         told = str(error).strip().partition("\n")[0]
         if coordinator == AUTO:
@@ -125,13 +135,27 @@ def process_count() -> int:
     return distributed.global_state.num_processes or 1
 
 
-def _tie(timeout_s: float, on_loss: OnLoss) -> Membership:
+def _check_free(coordinator: str) -> None:
+    """JAX's own server may end the process when its port is taken, so it is tried first."""
+    port = int(coordinator.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a run that has just ended is no hindrance
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise MultihostError(
+                f"process 0 cannot listen at port {port} of --coordinator {coordinator} ({error.strerror or error}): "
+                f"choose another port, or end what uses it"
+            ) from None
+
+
+def _tie(timeout_s: float, on_loss: OnLoss, agreed: Mapping[str, str] | None) -> Membership:
     state = distributed.global_state
     assert state.client is not None
     assert state.process_id is not None
     assert state.coordinator_address is not None
     me, count = state.process_id, process_count()
-    lifeline = Lifeline(me, count, timeout_s, on_loss)
+    lifeline = Lifeline(me, count, timeout_s, on_loss, {**(agreed or {}), "--process-count": str(count)})
     if count == 1:
         return Membership(me, count, lifeline)
     if me == HUB:

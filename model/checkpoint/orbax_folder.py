@@ -98,7 +98,9 @@ def check_destination(path: Path | str, overwrite: bool = False) -> Path:
     if not is_orbax(path):
         raise CheckpointError(f"{path} exists and is not an Orbax checkpoint of this program: choose another path")
     if not overwrite:
-        raise CheckpointError(f"{path} exists: choose another path, or ask to overwrite it")
+        raise CheckpointError(
+            f"{path} exists: choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
+        )
     return path
 
 

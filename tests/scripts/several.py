@@ -35,8 +35,11 @@ def run_several(
     fates: Sequence[str] = ("end", "end"),
     *,
     slurm: bool = False,
+    own: Sequence[Sequence[str]] = ((), ()),
 ) -> list[Ended]:
     """One process for each of ``fates`` (see ``one_of_several``). slurm: find each other by what SLURM would tell them.
+
+    own: options of each process alone.
 
     One whose fate is "absent" is not started. A process that is frozen is killed once the others have ended.
     """
@@ -55,7 +58,7 @@ def run_several(
         if fate == "absent":
             continue
         command = [sys.executable, "-m", "tests.scripts.one_of_several", module, fate, str(folder / f"count-{index}")]
-        command += map(str, arguments)
+        command += [*map(str, arguments), *(own[index] if index < len(own) else ())]
         if slurm:
             environment |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
             command += ["--coordinator", "auto"]

@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(ReadProbe, "__init__", functools.partialmethod(ReadProbe.__init__, total_bytes=1 << 20))
-    monkeypatch.setattr(bench_scaling, "CONSTANT_SIZES", (64, 1024))
+    monkeypatch.setattr(bench_scaling, "CONSTANT_SPAN", 2)
 
     def call(*options: str | Path) -> tuple[int, str, str]:
         status = bench_scaling.main([*map(str, options)])

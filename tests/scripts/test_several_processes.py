@@ -91,3 +91,11 @@ def test_a_process_whose_other_is_late_says_so(tiny: Path, tmp_path: Path, late:
     (only,) = run_several(GENERATE, tmp_path, options(tiny, "--peer-timeout", "2"), fates)
     assert (only.status, only.out) == (1, "")
     assert f"error: process {1 - late} of 2 waited 2 s for all the others to join at 127.0.0.1:" in only.err
+
+
+def test_processes_with_different_options_are_refused_by_both(tiny: Path, tmp_path: Path) -> None:
+    """They would wait for each other's collectives for ever, or mix two answers."""
+    seeds = (["--temperature", "1", "--seed", "1"], ["--temperature", "1", "--seed", "2"])
+    for one in run_several(GENERATE, tmp_path, options(tiny, "--quiet"), own=seeds):
+        assert (one.status, one.out) == (1, "")
+        assert "error: process 1 was started with --seed 2, process 0 with 1; start all alike" in one.err

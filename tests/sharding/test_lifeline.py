@@ -17,9 +17,9 @@ SOON = 60
 class End:
     """A lifeline and the messages of its losses."""
 
-    def __init__(self, me: int, count: int, timeout_s: float = 30):
+    def __init__(self, me: int, count: int, timeout_s: float = 30, agreed: dict[str, str] | None = None):
         self.told: queue.Queue[str] = queue.Queue()
-        self.line = Lifeline(me, count, timeout_s, self.told.put)
+        self.line = Lifeline(me, count, timeout_s, self.told.put, agreed)
 
     def loss(self) -> str:
         return self.told.get(timeout=SOON)
@@ -93,3 +93,32 @@ def test_a_process_that_never_connects_and_strangers() -> None:
             hub.line.accept()
     assert hub.line._links == {}
     assert hub.told.empty()
+
+
+def test_processes_that_were_started_differently_are_refused_by_name() -> None:
+    ends = [End(0, 2, agreed={"--seed": "1", "--tp": "2"}), End(1, 2, agreed={"--seed": "2", "--tp": "2"})]
+    port, word = ends[0].line.listen()
+    ends[1].line.connect("127.0.0.1", port, word)
+    with pytest.raises(RuntimeError, match="process 1 was started with --seed 2, process 0 with 1; start all alike"):
+        ends[0].line.accept()
+    assert all("process 1 was started with --seed 2, process 0 with 1" in end.loss() for end in ends)
+
+
+@pytest.mark.parametrize("ids", [(1, 1), (1, 3)])
+def test_a_number_that_is_taken_or_too_large_is_refused(ids: tuple[int, int]) -> None:
+    hub = End(0, 3)
+    port, word = hub.line.listen()
+    for me in ids:
+        End(me, 3).line.connect("127.0.0.1", port, word)
+    with pytest.raises(RuntimeError, match=f"says that it is process {ids[1]} of 3"):
+        hub.line.accept()
+
+
+def test_a_process_that_never_ends_ends_the_wait_of_the_others() -> None:
+    ends = run_of(2, timeout_s=1)
+    threading.Thread(target=ends[0].line.leave, daemon=True).start()
+    assert "process 0 of 2 is done, and others are not 1 s later" in ends[0].loss()
+    assert (
+        ends[1].loss()
+        == "process 0 of 2 is done, and others are not 1 s later: were all started with the same options?"
+    )

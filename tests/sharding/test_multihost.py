@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sharding.mesh import spread
-from sharding.multihost import MultihostError, check, process_count
+from sharding.multihost import MultihostError, check, process_count, start
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,10 @@ def test_options_that_do() -> None:
 def test_devices_are_taken_evenly_from_every_process(owners: list[int], count: int, chosen: list[int]) -> None:
     devices: Any = [SimpleNamespace(id=place, process_index=owner) for place, owner in enumerate(owners)]
     assert [device.id for device in spread(devices, count)] == chosen
+
+
+def test_a_port_that_is_taken_is_named_before_jax_is_started() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MultihostError, match=rf"cannot listen at port {port} of --coordinator 127.0.0.1:{port}"):
+            start(f"127.0.0.1:{port}", 2, 0, on_loss=lambda message: None)
