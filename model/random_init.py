@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model.checkpoint.host_memory import HostMemory
 from model.checkpoint.parameters import abstract_leaves
 from model.config import LlamaConfig
 from model.llama import LayersForm
@@ -24,12 +26,31 @@ def random_params(
     the values matter only in that they are finite. Padding is noise too, and bounded like the rest.
     """
     params = {}
+    memory = None
+    if layout.platform == "cpu":  # in large pages, as a loader would place them
+        leaves = abstract_leaves(config, layers).values()
+        shards = sum(len(layout.sharding(leaf.axes).addressable_devices) for leaf in leaves)
+        memory = HostMemory(_local_bytes(config, layout, dtype, layers), shards)
     for index, (path, leaf) in enumerate(abstract_leaves(config, layers).items()):
         shape = layout.padded_shape(leaf.shape, leaf.axes)
         scale = None if "norm" in str(path[-2]) else leaf.shape[-1] ** -0.5
         make = jax.jit(_noise, static_argnums=(0, 1, 2), out_shardings=layout.sharding(leaf.axes))
-        params[path] = make(shape, jnp.dtype(dtype), scale, np.uint32(seed * 1_000_003 + index))
+        array = make(shape, jnp.dtype(dtype), scale, np.uint32(seed * 1_000_003 + index))
+        if memory is not None:
+            kept = [jax.device_put(memory.keep(np.asarray(one.data)), one.device) for one in array.addressable_shards]
+            array = jax.make_array_from_single_device_arrays(shape, array.sharding, kept, dtype=array.dtype)
+        params[path] = array
     return params
+
+
+def _local_bytes(config: LlamaConfig, layout: Layout, dtype: Any, layers: LayersForm) -> int:
+    """Bytes of all shards on this process's devices, a copy on each device that holds one."""
+    values = 0
+    for leaf in abstract_leaves(config, layers).values():
+        values += math.prod(layout.local_shape(leaf.shape, leaf.axes)) * len(
+            layout.sharding(leaf.axes).addressable_devices
+        )
+    return values * jnp.dtype(dtype).itemsize
 
 
 def _noise(shape: tuple[int, ...], dtype: jnp.dtype, scale: float | None, salt: jax.Array) -> jax.Array:

@@ -1,6 +1,10 @@
 // A loop shared between the thread that XLA runs an operation on and its intra-operation pool.
 #pragma once
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -18,9 +22,15 @@ inline std::atomic<int64_t>& Busy() {
   return busy;
 }
 
+// The cores that this thread may run on now: a run can be held to some of them, and threads that shared one core would
+// wait for each other's turns.
 inline int64_t Cores() {
-  static const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  return cores;
+#ifdef __linux__
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
+#endif
+  static const int64_t all = std::max(1u, std::thread::hardware_concurrency());
+  return all;
 }
 
 // Calls run(i) for i in [0, pieces), each thread along a range of its own: neighbouring pieces follow each other on one
@@ -33,7 +43,8 @@ inline int64_t Cores() {
 // Pool is xla::ffi::ThreadPool, or anything with its num_threads() and Schedule(f).
 template <typename Pool, typename Run>
 void Parallel(Pool& pool, int64_t pieces, const Run& run) {
-  const int64_t threads = std::min({static_cast<int64_t>(pool.num_threads()), Cores(), pieces});
+  const int64_t cores = Cores();
+  const int64_t threads = std::min({static_cast<int64_t>(pool.num_threads()), cores, pieces});
   if (threads <= 1) {
     for (int64_t i = 0; i < pieces; ++i) run(i);
     return;
@@ -73,8 +84,8 @@ void Parallel(Pool& pool, int64_t pieces, const Run& run) {
   Busy().fetch_add(1, std::memory_order_relaxed);
   try {
     for (int64_t t = 1; t < threads; ++t) {
-      pool.Schedule([shared, take, t, run = &run] {
-        if (Busy().fetch_add(1, std::memory_order_relaxed) < Cores()) take(*shared, t, run);
+      pool.Schedule([shared, take, t, cores, run = &run] {
+        if (Busy().fetch_add(1, std::memory_order_relaxed) < cores) take(*shared, t, run);
         Busy().fetch_sub(1, std::memory_order_relaxed);
       });
     }
