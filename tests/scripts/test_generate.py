@@ -386,7 +386,7 @@ def test_a_second_run_finds_its_programs_in_the_cache(tiny: Path, tmp_path: Path
         found.append(json.loads(out))
     assert [one["tp"] for one in found] == [2, 2]
     assert found[0]["token_ids"] == found[1]["token_ids"] == answer(tiny, tokens_of(PROMPT), 4)
-    assert found[0]["compile_cache"] == "cache miss"
+    assert "miss" in found[0]["compile_cache"]  # the read probe is compiled twice, and may be found the second time
     assert "hit" in found[1]["compile_cache"]  # a program near the least time may be compiled again
     assert (tmp_path / "shardstream" / "jax").is_dir()
 
