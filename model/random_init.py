@@ -26,12 +26,16 @@ def random_params(
     the values matter only in that they are finite. Padding is noise too, and bounded like the rest.
     """
     params = {}
+    leaves = abstract_leaves(config, layers)
     memory = None
     if layout.platform == "cpu":  # in large pages, as a loader would place them
-        leaves = abstract_leaves(config, layers).values()
-        shards = sum(len(layout.sharding(leaf.axes).addressable_devices) for leaf in leaves)
-        memory = HostMemory(_local_bytes(config, layout, dtype, layers), shards)
-    for index, (path, leaf) in enumerate(abstract_leaves(config, layers).items()):
+        shards = [
+            math.prod(layout.local_shape(leaf.shape, leaf.axes))
+            for leaf in leaves.values()
+            for _ in layout.sharding(leaf.axes).addressable_devices
+        ]
+        memory = HostMemory(sum(shards) * jnp.dtype(dtype).itemsize, len(shards))
+    for index, (path, leaf) in enumerate(leaves.items()):
         shape = layout.padded_shape(leaf.shape, leaf.axes)
         scale = None if "norm" in str(path[-2]) else leaf.shape[-1] ** -0.5
         make = jax.jit(_noise, static_argnums=(0, 1, 2), out_shardings=layout.sharding(leaf.axes))
@@ -41,16 +45,6 @@ def random_params(
             array = jax.make_array_from_single_device_arrays(shape, array.sharding, kept, dtype=array.dtype)
         params[path] = array
     return params
-
-
-def _local_bytes(config: LlamaConfig, layout: Layout, dtype: Any, layers: LayersForm) -> int:
-    """Bytes of all shards on this process's devices, a copy on each device that holds one."""
-    values = 0
-    for leaf in abstract_leaves(config, layers).values():
-        values += math.prod(layout.local_shape(leaf.shape, leaf.axes)) * len(
-            layout.sharding(leaf.axes).addressable_devices
-        )
-    return values * jnp.dtype(dtype).itemsize
 
 
 def _noise(shape: tuple[int, ...], dtype: jnp.dtype, scale: float | None, salt: jax.Array) -> jax.Array:

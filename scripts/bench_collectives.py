@@ -203,10 +203,11 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"{row['op']} over {row['devices']} devices: alpha {row['alpha_us']:.1f} us, {width}")
         lines.append("  " + "".join(f"{one:>10}" for one in ("bytes", "us", "line")))
         lines += [f"  {size_text(one['bytes']):>10}{one['us']:>10.1f}{one['line_us']:>10.1f}" for one in row["sizes"]]
-        worst = max(row["sizes"], key=lambda one: max(one["us"] / one["line_us"], one["line_us"] / one["us"]))
-        times = max(worst["us"] / worst["line_us"], worst["line_us"] / worst["us"])
+        times, size = max(
+            (max(one["us"] / one["line_us"], one["line_us"] / one["us"]), one["bytes"]) for one in row["sizes"]
+        )
         if times > POOR_FIT:
-            lines.append(f"  note: no line fits these times: {times:.1f}x off at {size_text(worst['bytes'])}")
+            lines.append(f"  note: no line fits these times: {times:.1f}x off at {size_text(size)}")
         lines.append("")
     return "\n".join([*lines, COLUMNS])
 
