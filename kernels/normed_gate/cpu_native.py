@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from kernels.native.weight import operands
+from kernels.native.product import operands
 from kernels.quantized import QuantizedWeight
 
 
