@@ -392,14 +392,24 @@ LAYER_2 = np.int32(2)
             PARTIAL,
             "differ in rows, heads or head size",
         ),
-        (ATTENTION, (Q, CACHE, shape(2, 1, 1, 9, 8, dtype=BF16), ONE, POSITIONS, ONE), PARTIAL, "keys and values must both"),
+        (
+            ATTENTION,
+            (Q, CACHE, shape(2, 1, 1, 9, 8, dtype=BF16), ONE, POSITIONS, ONE),
+            PARTIAL,
+            "keys and values must both",
+        ),
         (
             ATTENTION,
             (shape(1, 2, 1, 3, 8, dtype=INT32), CACHE, CACHE, ONE, POSITIONS, ONE),
             PARTIAL,
             "q must be float32",
         ),
-        (ATTENTION, (Q, CACHE, CACHE, ONE, shape(1, 3, dtype=INT32), ONE), PARTIAL, "positions one for each new position"),
+        (
+            ATTENTION,
+            (Q, CACHE, CACHE, ONE, shape(1, 3, dtype=INT32), ONE),
+            PARTIAL,
+            "positions one for each new position",
+        ),
         (ATTENTION, (Q, CACHE, CACHE, ONE, shape(1, 2), ONE), PARTIAL, "expected S32 but got F32"),
         (ATTENTION, (Q, CACHE, CACHE, ONE, POSITIONS, ONE), (Q, Q, Q), "out must be like q|Wrong"),
         (ATTENTION, (Q, CACHE, CACHE, LAYER_2, POSITIONS, ONE), PARTIAL, "layer 2 of a cache of 2"),
@@ -432,7 +442,11 @@ def run_normed(scale: Any = F32, **how: Any) -> jax.Array:
 
 
 REFUSED = [
-    (run_product, {"rows": MOST_ROWS + 1}, "matmul: implementation 'cpu_native' takes 1 to 16 rows of a weight in float32, not 17"),
+    (
+        run_product,
+        {"rows": MOST_ROWS + 1},
+        "matmul: implementation 'cpu_native' takes 1 to 16 rows of a weight in float32, not 17",
+    ),
     (run_product, {"rows": 0}, "takes 1 to 16 rows of a weight in float32, not 0"),
     (run_product, {"dtype": jnp.int8}, "takes float32 and bfloat16, not int8"),
     (run_normed, {"scale": jnp.float16}, "normed_matmul: .* takes float32 and bfloat16, not float16"),
