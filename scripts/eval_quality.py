@@ -199,7 +199,9 @@ def report(result: Mapping[str, Any]) -> str:
                 f"{one['top1_agreement']:.1%}",
             )
         )
-    head = f"{result['model']}: {result['scored_tokens']} tokens scored, {result['rows']} rows of {result['row_tokens']}"
+    head = (
+        f"{result['model']}: {result['scored_tokens']} tokens scored, {result['rows']} rows of {result['row_tokens']}"
+    )
     return "\n".join([head, *table(lines, right=range(1, 6)), "", COLUMNS])
 
 
