@@ -2,12 +2,12 @@
 
     python -m scripts.eval_quality --model demo [--settings f32,bf16,int8,int4-g32,...] [--text FILE] [--json FILE]
 
-A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-offsets: the matrices of every layer),
-or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus: int4-g32+int8-kv.
+A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-offsets: the matrices of every
+layer), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus: int4-g32+int8-kv.
 
 Quantised weights are widened to float32 first, so that all of them run through the one program that was compiled for
-float32, at its speed; the numbers that multiply are those that the quantised kernels read. Activations are float32, save
-under bf16, where they are bf16 as well.
+float32, at its speed; the numbers that multiply are those that the quantised kernels read. Activations are float32,
+save under bf16, where they are bf16 as well.
 """
 
 from __future__ import annotations
