@@ -238,6 +238,17 @@ def unpack(packed: np.ndarray) -> np.ndarray:
     return codes.reshape(*packed.shape[:-1], -1).astype(np.int8) - np.int8(8)
 
 
+def widen(stored: Quantized, format: WeightFormat) -> np.ndarray:
+    """float32 [rows, columns] of what is stored in ``format``, 4-bit numbers two a byte."""
+    q = (unpack(stored.values) if format.kind == "int4" else stored.values).astype(np.float32)
+
+    def per_value(scales: np.ndarray) -> np.ndarray:
+        return scales if format.group is None else np.repeat(scales, format.group, axis=-1)[..., : q.shape[-1]]
+
+    wide = q * per_value(stored.scales)
+    return wide if stored.offsets is None else wide + per_value(stored.offsets)
+
+
 def regroup(scales: np.ndarray, cols: slice, stored: int, group: int) -> np.ndarray:
     """Scales [rows, groups of ``stored`` that meet ``cols``] as one for each ``group`` of ``cols``."""
     if stored == group:
