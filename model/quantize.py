@@ -76,6 +76,15 @@ class WeightFormat:
         group = "" if self.group is None else f"-g{self.group}"
         return f"{self.kind}{group}{'-offsets' if self.offsets else ''}"
 
+    def holds(self, other: WeightFormat) -> bool:
+        """Whether numbers in this format are numbers in ``other`` as they stand: of one kind, in groups that whole
+        groups of ``other`` make up, and with offsets only where ``other`` has them."""
+        if self.kind != other.kind or self.offsets > other.offsets:
+            return False
+        if self.group is None or other.group is None:
+            return self.group == other.group
+        return self.group % other.group == 0
+
     def check_columns(self, module: str, columns: int) -> None:
         """Raises QuantizationError where rows of ``columns`` values cannot be kept so."""
         if self.kind == "int4" and columns % BLOCK:
@@ -196,8 +205,55 @@ def quantize(block: np.ndarray, format: WeightFormat, platform: str, peak: np.nd
     codes = np.clip(np.rint(grouped / _divisor(scales)), low, high).astype(np.int8)
     codes = codes.reshape(*block.shape[:-1], -1)[..., : block.shape[-1]]
     if format.kind == "int4":
-        codes = codes.astype(jnp.int4) if platform == "tpu" else _pack(codes)
+        codes = codes.astype(jnp.int4) if platform == "tpu" else pack(codes)
     return Quantized(codes, scales[..., 0], None if offsets is None else offsets[..., 0])
+
+
+def empty(shape: Sequence[int], inner: Sequence[int], format: WeightFormat, platform: str) -> Quantized:
+    """Zeros: a block of a matrix [shape], to be filled. inner: the axes that a whole row's scale does not have."""
+    *lead, last = shape
+    if format.kind == "int4" and platform != "tpu":
+        values = np.full((*lead, last // 2), 0x88, np.uint8)
+    else:
+        values = np.zeros(shape, format.values_dtype(platform))
+    if format.group is None:
+        sides = [1 if axis in inner else size for axis, size in enumerate(shape)]
+    else:
+        sides = [*lead, -(-last // format.group)]
+    scales = np.zeros(sides, format.scales_dtype(platform))
+    return Quantized(values, scales, np.zeros_like(scales) if format.offsets else None)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """``kernels.quantized.pack`` on the host: -8 to 7 [..., I] -> uint8 [..., I / 2]."""
+    halves = (codes + 8).astype(np.uint8).reshape(*codes.shape[:-1], -1, 2, BLOCK // 2)
+    packed: np.ndarray = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+    return packed
+
+
+def unpack(packed: np.ndarray) -> np.ndarray:
+    """``kernels.quantized.unpack`` on the host: uint8 [..., I / 2] -> int8 [..., I]."""
+    blocks = packed.reshape(*packed.shape[:-1], -1, BLOCK // 2)
+    codes = np.concatenate([blocks & 0xF, blocks >> 4], axis=-1)
+    return codes.reshape(*packed.shape[:-1], -1).astype(np.int8) - np.int8(8)
+
+
+def widen(stored: Quantized, format: WeightFormat) -> np.ndarray:
+    """float32 [rows, columns] of what is stored in ``format``, 4-bit numbers two a byte."""
+    q = (unpack(stored.values) if format.kind == "int4" else stored.values).astype(np.float32)
+
+    def per_value(scales: np.ndarray) -> np.ndarray:
+        return scales if format.group is None else np.repeat(scales, format.group, axis=-1)[..., : q.shape[-1]]
+
+    wide = q * per_value(stored.scales)
+    return wide if stored.offsets is None else wide + per_value(stored.offsets)
+
+
+def regroup(scales: np.ndarray, cols: slice, stored: int, group: int) -> np.ndarray:
+    """Scales [rows, groups of ``stored`` that meet ``cols``] as one for each ``group`` of ``cols``."""
+    if stored == group:
+        return scales
+    return scales[:, np.arange(cols.start, cols.stop, group) // stored - cols.start // stored]
 
 
 def _grouped(block: np.ndarray, group: int) -> np.ndarray:
@@ -218,9 +274,3 @@ def _divisor(scales: np.ndarray) -> np.ndarray:
     """The scales as they were stored, in float32; 1 for a group of zeros."""
     wide = scales.astype(np.float32)
     return np.where(wide == 0, np.float32(1), wide)
-
-
-def _pack(codes: np.ndarray) -> np.ndarray:
-    """``kernels.quantized.pack`` on the host."""
-    halves = (codes + 8).astype(np.uint8).reshape(*codes.shape[:-1], -1, 2, BLOCK // 2)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)

@@ -17,6 +17,7 @@ from model.checkpoint.json_file import read_object
 from model.checkpoint.load import load_params
 from model.checkpoint.orbax import restore_params
 from model.checkpoint.orbax_folder import is_interrupted, is_orbax, read_info
+from model.checkpoint.packed import open_packed
 from model.checkpoint.progress import ProgressOption
 from model.checkpoint.safetensors import SafetensorsSource
 from model.checkpoint.source import TensorSource
@@ -121,5 +122,10 @@ def _open_folder(name: str, path: Path) -> ResolvedModel:
         raise CheckpointError(f"{path} is not a model folder: it has no config.json. {hint}")
     generation_file = path / _GENERATION_CONFIG
     generation = read_object(generation_file) if generation_file.is_file() else None
-    config = LlamaConfig.from_hf(read_object(config_file), generation)
-    return ResolvedModel(name, "huggingface", path, config, SafetensorsSource(path))
+    stated = read_object(config_file)
+    packing = stated.pop("quantization_config", None)
+    if packing is not None and not isinstance(packing, dict):
+        raise CheckpointError(f"{config_file}: quantization_config is {packing!r}; it must be an object or null")
+    config = LlamaConfig.from_hf(stated, generation)
+    source = open_packed(path, packing) if packing else SafetensorsSource(path)
+    return ResolvedModel(name, "huggingface", path, config, source)
