@@ -33,11 +33,13 @@ EPS = 1e-5
 BLOCK = 32  # values of x that share a scale
 
 
-def weight(rng: np.random.Generator, O: int, I: int, bits: int, group: int | None, offsets: bool, scales: Any) -> Any:
+def weight(
+    rng: np.random.Generator, outer: int, inner: int, bits: int, group: int | None, offsets: bool, scales: Any
+) -> QuantizedWeight:
     """Any codes, scales within 1 and 2 of either sign."""
-    codes = rng.integers(*((-128, 128) if bits == 8 else (-8, 8)), (O, I)).astype(np.int8)
-    groups = 1 if group is None else -(-I // group)
-    made = rng.choice([-1, 1], (2, O, groups)) * rng.uniform(1, 2, (2, O, groups))
+    codes = rng.integers(*((-128, 128) if bits == 8 else (-8, 8)), (outer, inner)).astype(np.int8)
+    groups = 1 if group is None else -(-inner // group)
+    made = rng.choice([-1, 1], (2, outer, groups)) * rng.uniform(1, 2, (2, outer, groups))
     values = jnp.asarray(codes) if bits == 8 else pack(jnp.asarray(codes))
     arrays = [jnp.asarray(array, scales) for array in made[: 2 if offsets else 1]]
     return QuantizedWeight(values, arrays[0], arrays[1] if offsets else None, group)
