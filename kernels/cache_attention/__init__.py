@@ -58,10 +58,7 @@ def cache_attention(
         platform,
         IMPLEMENTATIONS,
         lambda: cpu_native.not_taken(q, keys, values, scaled=scales is not None),
-        {
-            name: lambda name=name: _pallas(name).not_taken(q, keys, values, scaled=scales is not None)
-            for name in PALLAS.values()
-        },
+        {name: functools.partial(_not_pallas, name, q, keys, values, scales) for name in PALLAS.values()},
     )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":

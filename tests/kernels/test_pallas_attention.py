@@ -178,6 +178,7 @@ def test_the_definition_agrees_with_numpy_on_scaled_caches() -> None:
     np.testing.assert_allclose(found.finish(), case.expected[0], atol=TIGHT)
 
 
+@settings(deadline=None)
 @given(last=st.integers(-1, 300), stride=st.integers(1, 5), slots=st.integers(1, 40), data=st.data())
 def test_blocks_that_hold_something(last: int, stride: int, slots: int, data: st.DataObject) -> None:
     """No more are read than hold a position, and no fewer."""
