@@ -21,8 +21,9 @@ from decode.cache import KVCache, cache_specs
 from decode.sampling import SamplingForm, SamplingValues, sample
 from model.config import LlamaConfig
 from model.llama import LayersForm, Llama
+from model.quantize import WIDE, Quantization
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, tensor_index
-from sharding.layout import Layout
+from sharding.layout import Layout, LogicalAxis
 
 MAX_STEPS = 32
 """Most decode steps in one dispatch: the size of the token buffer that a dispatch returns."""
@@ -60,8 +61,9 @@ class Programs:
 
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
     ``collectives`` are those of decode steps. Prefill moves whole prompts, where bytes count and not hops, so there
-    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best.
-    ``cache_dtype`` is that of the KV cache, the model's when None.
+    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best;
+    ``quantization`` says which weights are kept in fewer bits, and ``cache_dtype`` is that of the KV cache, the model's
+    when None.
     """
 
     def __init__(
@@ -72,12 +74,15 @@ class Programs:
         layers: LayersForm,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
+        quantization: Quantization = WIDE,
         cache_dtype: Any = None,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.stacked = layers == "scan"
-        build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
+        build = functools.partial(
+            Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels, quantization=quantization
+        )
         model = build(matmul=kernels, collectives=Collectives("psum"))
         decoding = build(matmul=kernels, collectives=collectives)
         precise = build(matmul="xla_pieces", collectives=Collectives("psum"))
@@ -86,7 +91,7 @@ class Programs:
         self.precise_graph, _ = nnx.split(precise)
         self.shapes, self.treedef = jax.tree.flatten(state)
         variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        self.axes: list[tuple[str | None, ...]] = [variable.get_metadata()["axes"] for variable in variables]
+        self.axes: list[tuple[LogicalAxis, ...]] = [variable.get_metadata()["axes"] for variable in variables]
         paths = {id(variable): path for path, variable in nnx.to_flat_state(state)}
         self.paths = [paths[id(variable)] for variable in variables]
 
