@@ -74,8 +74,8 @@ class Programs:
         layers: LayersForm,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
-        quantization: Quantization = WIDE,
         cache_dtype: Any = None,
+        quantization: Quantization = WIDE,
     ):
         collectives.check_platform(layout.platform)
         self.config, self.layout, self.collectives = config, layout, collectives

@@ -46,7 +46,7 @@ class Kind:
 
 
 def _gpu(name: str, cores: int, bytes_per_s: float, l2: int, ghz: float, memory: int, capability: int) -> Kind:
-    """A GPU. Threads, registers and shared memory are the same from Hopper to Blackwell (CUDA C++ Programming Guide)."""
+    """A GPU. Threads, registers and shared memory are the same from Hopper to Blackwell (CUDA programming guide)."""
     info = f"""
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
         shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448

@@ -23,7 +23,7 @@ CHUNK = 512
 """Values of the contraction axis that are widened at once."""
 
 MOST_ROWS, LEAST_ROWS = 256, 16
-"""Rows of x in a block, and the least to cut blocks to where a row is long; more are several blocks, each of which reads the weight again."""
+"""Rows of x in a block, and the least to cut them to where a row is long; each block reads the weight again."""
 
 VMEM_BYTES = 14 << 20
 """What a kernel may use: of the 16 MiB that compilers for v5e and v6e give one, a little is theirs."""
