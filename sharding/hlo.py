@@ -42,14 +42,14 @@ def collectives(hlo_text: str) -> list[Collective]:
         head = _INSTRUCTION.match(line)
         if not head:
             continue
-        type_text = _leading_type(line[head.end() :])
+        type_text = leading_type(line[head.end() :])
         match = _COLLECTIVE.match(line, head.end() + len(type_text))
         if not match:
             continue
         kind, start = match.groups()
         if start and kind != "all-reduce":
             # These start with a tuple of operands, results and perhaps more.
-            type_text = _elements(type_text)[1]
+            type_text = elements(type_text)[1]
         found.append(Collective(kind, type_bytes(type_text)))
     return found
 
@@ -93,7 +93,7 @@ def type_bytes(type_text: str) -> int:
     return total
 
 
-def _leading_type(text: str) -> str:
+def leading_type(text: str) -> str:
     """The type that ``text`` begins with: up to the space or comma after it, outside any bracket."""
     depth = 0
     for at, letter in enumerate(text):
@@ -106,11 +106,11 @@ def _leading_type(text: str) -> str:
     return text
 
 
-def _elements(tuple_text: str) -> list[str]:
+def elements(tuple_text: str) -> list[str]:
     """The element types of a tuple type."""
     rest, found = tuple_text[1:-1], []
     while rest:
-        element = _leading_type(rest)
+        element = leading_type(rest)
         found.append(element)
         rest = rest[len(element) :].lstrip(", ")
     return found
