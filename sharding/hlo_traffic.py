@@ -1,0 +1,220 @@
+"""What an optimised program reads from memory and writes to it: which argument, how many bytes, and what it copies.
+
+A device's memory here is its main memory (HBM): what the TPU compiler places in on-chip memory is read once, where it
+is fetched. Arguments are followed through loops, tuples, fetches and updates in place to whatever reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from sharding.hlo import elements, type_bytes
+from sharding.hlo_program import (
+    NO_WORK,
+    Computation,
+    Instruction,
+    Program,
+    Step,
+    inner_of,
+    parameters_of,
+    root_of,
+)
+
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")
+
+_FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done"})
+_VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitcast-convert"})
+"""Inside a fusion these move no memory of their own: only what is read of their result is read of their operand."""
+
+_UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+_MOVES = frozenset(
+    {"copy", "copy-start", "transpose", "reshape", "pad", "concatenate", "slice", "slice-start", "dynamic-slice", "reverse"}
+)
+_PRODUCTS = frozenset({"dot", "convolution", "reduce", "custom-call"})
+
+Origin = "str | None | list[Origin]"
+"""The argument that a value is (its name in the traced program), or one for each element of a tuple."""
+
+
+@dataclass
+class Access:
+    """One instruction that runs, and what one run of it moves.
+
+    reads: bytes of each argument, "" for values that the program made itself.
+    written: bytes of the buffers it fills, those it updates in place counted by the update.
+    in_place: the argument that it updates, or None.
+    """
+
+    step: Step
+    opcode: str
+    opcodes: frozenset[str]
+    reads: dict[str, int] = field(default_factory=dict)
+    written: int = 0
+    in_place: str | None = None
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies and adds up: a product with a weight, or attention."""
+        return bool(self.opcodes & _PRODUCTS)
+
+    def copies(self, least: int) -> bool:
+        """Whether it moves, transposes or converts at least so many bytes into a buffer of their own."""
+        if self.in_place is not None or self.written < least:
+            return False
+        from_argument = max((size for name, size in self.reads.items() if name), default=0) >= least
+        return self.opcode in _MOVES or (from_argument and not self.is_product)
+
+
+def accesses(program: Program, trips: Callable[[Instruction], int] = lambda loop: 1) -> list[Access]:
+    """What every instruction that runs reads and writes. ``trips`` as for ``Program.runs``."""
+    origins: dict[tuple[str, str], object] = {}
+    entry = program.computations[program.entry]
+    _follow(program, program.entry, [entry[name].op_name for name in parameters_of(entry)], origins)
+    return list(_accesses(program, trips, origins))
+
+
+def _accesses(
+    program: Program, trips: Callable[[Instruction], int], origins: dict[tuple[str, str], object]
+) -> Iterator[Access]:
+    for step in program.runs(trips):
+        one, own = step.instruction, program.computations[step.computation]
+        if one.opcode in NO_WORK or one.opcode.endswith("-done") or inner_of(one):
+            continue
+        access = Access(step, program.producer(one), frozenset(program.opcodes(one)))
+        for place, name in enumerate(one.operands):
+            operand = own[name]
+            if operand.type.startswith("(") or _ON_CHIP.search(operand.type):
+                continue
+            origin = origins.get((step.computation, name))
+            label = origin if isinstance(origin, str) else ""
+            size = _read_bytes(program, one, place, operand.type)
+            access.reads[label] = access.reads.get(label, 0) + size
+        updated = _updated(program, one)
+        if updated is not None:
+            origin = origins.get((step.computation, one.operands[updated]))
+            access.in_place = origin if isinstance(origin, str) else ""
+            access.written = _update_bytes(program, one)
+        else:
+            access.written = _hbm_bytes(one)
+        yield access
+
+
+def _follow(program: Program, name: str, arguments: list[object], origins: dict[tuple[str, str], object]) -> object:
+    """Fill in where every value of a computation comes from; returns that of its root."""
+    own = program.computations[name]
+    given = dict(zip(parameters_of(own), arguments, strict=True))
+    known: dict[str, object] = {}
+    root: object = None
+    for one in own.values():
+        first = known.get(one.operands[0]) if one.operands else None
+        value: object = None
+        if one.opcode == "parameter":
+            value = given[one.name]
+        elif one.opcode == "tuple":
+            value = [known.get(operand) for operand in one.operands]
+        elif one.opcode == "get-tuple-element":
+            value = first[one.number] if isinstance(first, list) and one.number < len(first) else first
+        elif one.opcode in ("bitcast", "opt-barrier") or one.opcode in _FETCHES:
+            value = first
+        elif one.opcode == "while":
+            _follow(program, one.called["body"][0], [first], origins)
+            value = first
+        elif inner := inner_of(one):
+            passed = [[known.get(operand)] for operand in one.operands[1:]] if one.opcode == "conditional" else None
+            for place, each in enumerate(inner):
+                value = _follow(
+                    program, each, passed[place] if passed else [known.get(name) for name in one.operands], origins
+                )
+        elif one.opcode == "custom-call" and "ConcatBitcast" in one.rest:  # slices of one array, fetched side by side
+            value = first
+        elif (updated := _updated(program, one)) is not None:
+            value = known.get(one.operands[updated])
+        known[one.name] = origins[name, one.name] = value
+        root = value if one.root else root
+    return root
+
+
+def _updated(program: Program, one: Instruction) -> int | None:
+    """Which operand an instruction updates in place."""
+    if one.opcode in _UPDATES:
+        return 0
+    inner = program.fused(one)
+    if inner is None:
+        return None
+    root = root_of(inner)
+    while root.opcode in _VIEWS:
+        root = inner[root.operands[0]]
+    within = _updated(program, root)
+    if within is None:
+        return None
+    held = inner[root.operands[within]]
+    while held.opcode in _VIEWS:
+        held = inner[held.operands[0]]
+    return held.number if held.opcode == "parameter" else None
+
+
+def _update_bytes(program: Program, one: Instruction) -> int:
+    """Bytes that an update in place writes."""
+    if one.opcode == "fusion":
+        inner = program.fused(one)
+        assert inner is not None
+        root = root_of(inner)
+        while root.opcode in _VIEWS:
+            root = inner[root.operands[0]]
+        if root.opcode == "fusion":
+            return _update_bytes(program, root)
+        update = inner[root.operands[2 if root.opcode == "scatter" else 1]]
+        return type_bytes(update.type)
+    return 0  # its update is an operand, counted as read
+
+
+def _read_bytes(program: Program, one: Instruction, place: int, type_text: str) -> int:
+    """Bytes that an instruction reads of its operand number ``place``."""
+    whole, size = _count(type_text), type_bytes(type_text)
+    touched = _touched_by(program, one, place, whole)
+    return size if touched >= whole else math.ceil(size * touched / max(whole, 1))
+
+
+def _touched_by(program: Program, one: Instruction, place: int, whole: int) -> int:
+    """Elements of an operand that an instruction reads."""
+    if one.opcode in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
+        result = elements(one.type)[1] if one.type.startswith("(") else one.type  # a start: (source, result, ...)
+        return min(whole, _count(result))
+    if one.opcode in _UPDATES and place == 0:
+        return 0
+    inner = program.fused(one)
+    if inner is None:
+        return whole
+    return _touched(program, inner, parameters_of(inner)[place], whole)
+
+
+def _touched(program: Program, own: Computation, name: str, whole: int) -> int:
+    total = 0
+    for one in own.values():
+        for place, operand in enumerate(one.operands):
+            if operand != name or total >= whole:
+                continue
+            if one.opcode in _VIEWS:
+                total += whole if one.root else _touched(program, own, one.name, whole)
+            else:
+                total += _touched_by(program, one, place, whole)
+    return min(total, whole)
+
+
+def _count(type_text: str) -> int:
+    """Elements of a shape."""
+    return sum(math.prod(int(size) for size in dims.split(",") if size) for _, dims in _SHAPE.findall(type_text))
+
+
+def _hbm_bytes(one: Instruction) -> int:
+    """Bytes of a result that lie in main memory. The first element of a fetch's result is what it fills."""
+    parts = elements(one.type) if one.type.startswith("(") else [one.type]
+    if one.opcode in ("copy-start",):
+        parts = parts[:1]
+    elif one.opcode.endswith("-start") and len(parts) > 1:
+        parts = parts[1:2]
+    return sum(type_bytes(part) for part in parts if not _ON_CHIP.search(part))
