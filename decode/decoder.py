@@ -28,6 +28,7 @@ from decode.sampling import SamplingForm, SamplingParams, SamplingValues
 from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from model.quantize import WIDE, Quantization
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
 from sharding.mesh import place_on_mesh
@@ -72,10 +73,11 @@ class Decoder:
         config: the model's configuration.
         params: each parameter by path, padded and sharded by ``layout`` (what ``model.checkpoint.load`` returns).
         layout: the mesh they are on.
-        dtype: float32 or bfloat16, the dtype of the parameters.
+        dtype: float32 or bfloat16, the dtype of the activations, and of the parameters that are not quantised.
         layers: "unrolled" or "scan"; must match how ``params`` is stacked.
         cache_dtype: dtype of the KV cache; the model's when None.
         collectives: how the devices talk in a decode step.
+        quantization: which weights are kept in fewer bits; must match how ``params`` were loaded.
         kernels: the implementation of every kernel, "xla" or "cpu_native"; each one's best for the platform when None.
     """
 
@@ -90,11 +92,12 @@ class Decoder:
         cache_dtype: Any = None,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
+        quantization: Quantization = WIDE,
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
-        self.collectives = collectives
+        self.collectives, self.quantization = collectives, quantization
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(config, self.dtype, layout, layers, collectives, kernels)
+        self.programs = Programs(config, self.dtype, layout, layers, collectives, kernels, quantization)
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}

@@ -100,7 +100,6 @@ class Linear(nnx.Module):
         self.build, self.out_dims = build, out_dims
         self.bias = _param(shape[:out_dims], axes[:out_dims], build.dtype, build) if bias else None
         self.format = build.quantization.of(name)
-        self.scales = self.offsets = None
         if self.format is None:
             self.weight = _param(shape, axes, build.dtype, build)
             return
@@ -108,7 +107,8 @@ class Linear(nnx.Module):
         values, scales = _quantized_shapes(self.format, shape, axes, out_dims, build.platform)
         self.weight = _param(*values, build)
         self.scales = _param(*scales, build)
-        self.offsets = _param(*scales, build) if self.format.offsets else None
+        if self.format.offsets:
+            self.offsets = _param(*scales, build)
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
@@ -133,9 +133,9 @@ class Linear(nnx.Module):
         return weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
 
     def _array(self) -> jax.Array | QuantizedWeight:
-        if self.format is None or self.scales is None:
+        if self.format is None:
             return self.weight[...]
-        offsets = None if self.offsets is None else self.offsets[...]
+        offsets = self.offsets[...] if self.format.offsets else None
         return QuantizedWeight(self.weight[...], self.scales[...], offsets, self.format.group)
 
 

@@ -24,7 +24,7 @@ DEFAULT_GROUP = {"int8": None, "int4": BLOCK, "fp8": None}
 """Values a scale where none is asked for; None is one scale for a whole row."""
 
 _LARGEST = {"int8": 127.0, "fp8": float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)}
-_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?")
+_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-offsets)?")
 
 
 class QuantizationError(ValueError):
@@ -50,26 +50,31 @@ class WeightFormat:
             raise QuantizationError("fp8 has one scale a row; leave the group out")
         if self.kind == "int4" and self.group is None:
             raise QuantizationError(f"int4 needs a group, such as {BLOCK}: a scale for a whole row loses too much")
+        if self.offsets and self.group is None:
+            raise QuantizationError("offsets go with a group: one number for a whole row shifts nothing that matters")
         if self.group is not None and (self.group < BLOCK or self.group % BLOCK):
             raise QuantizationError(f"a group of {self.group} is not a multiple of {BLOCK}; use 32, 64 or 128")
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
-        """ "int8", "int4", "fp8", or with a group "int8-g32", "int4-g128"."""
+        """The format called "int8", "int4" or "fp8", "int4-g128" with a group, "int4-g32-offsets" with offsets too."""
         match = _NAME.fullmatch(name)
         if match is None:
-            raise QuantizationError(f"unknown quantisation {name!r}; known: {', '.join(KINDS)}, int8-gN, int4-gN")
-        return cls.of(match[1], None if match[2] is None else int(match[2]))
+            raise QuantizationError(
+                f"unknown quantisation {name!r}; known: {', '.join(KINDS)}, int8-gN, int4-gN, int4-gN-offsets"
+            )
+        return cls.of(match[1], None if match[2] is None else int(match[2]), offsets=match[3] is not None)
 
     @classmethod
-    def of(cls, kind: str, group: int | None = None) -> WeightFormat:
+    def of(cls, kind: str, group: int | None = None, offsets: bool = False) -> WeightFormat:
         """The kind with this group, or with its default one."""
-        return cls(kind, DEFAULT_GROUP.get(kind) if group is None else group)  # type: ignore[arg-type]
+        return cls(kind, DEFAULT_GROUP.get(kind) if group is None else group, offsets)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
         """As ``parse`` reads it."""
-        return self.kind if self.group is None else f"{self.kind}-g{self.group}"
+        group = "" if self.group is None else f"-g{self.group}"
+        return f"{self.kind}{group}{'-offsets' if self.offsets else ''}"
 
     def check_columns(self, module: str, columns: int) -> None:
         """Raises QuantizationError where rows of ``columns`` values cannot be kept so."""
@@ -156,16 +161,27 @@ def quantize(block: np.ndarray, format: WeightFormat, platform: str, peak: np.nd
     if format.group is None:
         largest = np.max(np.abs(block), axis=-1, keepdims=True, initial=0) if peak is None else peak[..., None]
         scales = (largest / _LARGEST[format.kind]).astype(scales_dtype)
-        return Quantized(_rounded(block / _divisor(scales), format), scales)
+        scaled = np.clip(block / _divisor(scales), -_LARGEST[format.kind], _LARGEST[format.kind])
+        if format.kind == "int8":
+            scaled = np.rint(scaled)
+        return Quantized(scaled.astype(format.values_dtype(platform)), scales)
     grouped = _grouped(block, format.group)
-    if format.kind == "int4":
+    low, high = (-8, 7) if format.kind == "int4" else (-127, 127)
+    offsets = None
+    if format.offsets:
+        least, most = np.min(grouped, axis=-1, keepdims=True), np.max(grouped, axis=-1, keepdims=True)
+        scales = ((most - least) / (high - low)).astype(scales_dtype)
+        offsets = (least - low * scales.astype(np.float32)).astype(scales_dtype)
+        grouped = grouped - offsets.astype(np.float32)
+    elif format.kind == "int4":
         scales = _signed_scales(grouped, scales_dtype)
-        codes = np.clip(np.rint(grouped / _divisor(scales)), -8, 7).astype(np.int8)
-        codes = codes.reshape(*block.shape[:-1], -1)[..., : block.shape[-1]]
-        return Quantized(codes.astype(jnp.int4) if platform == "tpu" else _pack(codes), scales[..., 0])
-    scales = (np.max(np.abs(grouped), axis=-1, keepdims=True, initial=0) / _LARGEST["int8"]).astype(scales_dtype)
-    values = _rounded(grouped / _divisor(scales), format).reshape(*block.shape[:-1], -1)
-    return Quantized(values[..., : block.shape[-1]], scales[..., 0])
+    else:
+        scales = (np.max(np.abs(grouped), axis=-1, keepdims=True) / high).astype(scales_dtype)
+    codes = np.clip(np.rint(grouped / _divisor(scales)), low, high).astype(np.int8)
+    codes = codes.reshape(*block.shape[:-1], -1)[..., : block.shape[-1]]
+    if format.kind == "int4":
+        codes = codes.astype(jnp.int4) if platform == "tpu" else _pack(codes)
+    return Quantized(codes, scales[..., 0], None if offsets is None else offsets[..., 0])
 
 
 def _grouped(block: np.ndarray, group: int) -> np.ndarray:
@@ -186,14 +202,6 @@ def _divisor(scales: np.ndarray) -> np.ndarray:
     """The scales as they were stored, in float32; 1 for a group of zeros."""
     wide = scales.astype(np.float32)
     return np.where(wide == 0, np.float32(1), wide)
-
-
-def _rounded(scaled: np.ndarray, format: WeightFormat) -> np.ndarray:
-    """Scaled values in the format's own type; a stored scale may be a little small, so they are clipped."""
-    largest = _LARGEST[format.kind]
-    if format.kind == "int8":
-        return np.clip(np.rint(scaled), -largest, largest).astype(np.int8)
-    return np.clip(scaled, -largest, largest).astype(ml_dtypes.float8_e4m3fn)
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:

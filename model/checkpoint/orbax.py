@@ -33,6 +33,7 @@ from model.checkpoint.stack import Collector, unstack
 from model.checkpoint.table import Path
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from model.quantize import WIDE, Quantization
 from model.tokenizer import Tokenizer
 from sharding.layout import Layout
 
@@ -75,6 +76,7 @@ def restore_params(
     dtype: Any = None,
     layers: LayersForm = "unrolled",
     progress: ProgressOption = True,
+    quantization: Quantization = WIDE,
 ) -> dict[Path, jax.Array]:
     """Every parameter by path, padded and sharded as `layout` says, whatever mesh it was saved on.
 
