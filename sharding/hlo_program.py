@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from sharding.hlo import leading_type
+from sharding.hlo_types import leading_type
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -122,15 +122,28 @@ class Program:
     def _walk(
         self, name: str, times: int, loops: tuple[str, ...], trips: Callable[[Instruction], int]
     ) -> Iterator[Step]:
-        for one in self.computations[name].values():
+        for one in self.computations.get(name, {}).values():
             yield Step(times, name, one, loops)
             if one.opcode == "while":
-                known = _TRIPS.search(one.rest)
-                count = int(known[1]) if known else trips(one)
+                count = self.known_trips(one) or trips(one)
                 yield from self._walk(one.called["body"][0], times * count, (*loops, one.name), trips)
             else:
                 for inner in inner_of(one):
                     yield from self._walk(inner, times, loops, trips)
+
+    def known_trips(self, loop: Instruction) -> int | None:
+        """How often a loop runs, where the program says so: noted by the compiler, or a counter below a constant."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        condition = self.computations.get(loop.called["condition"][0])
+        if not condition:
+            return None
+        root = root_of(condition)
+        if root.opcode != "compare" or "direction=LT" not in root.rest:
+            return None
+        counter, bound = (condition[name] for name in root.operands)
+        limit = re.match(r"(\d+)\)", bound.rest) if bound.opcode == "constant" else None
+        return int(limit[1]) if limit and counter.opcode == "get-tuple-element" else None
 
     def fused(self, one: Instruction) -> Computation | None:
         """What a fusion computes, or None for any other instruction."""

@@ -7,11 +7,9 @@ is fetched. Arguments are followed through loops, tuples, fetches and updates in
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sharding.hlo import elements, type_bytes
 from sharding.hlo_program import (
     NO_WORK,
     Computation,
@@ -22,9 +20,7 @@ from sharding.hlo_program import (
     parameters_of,
     root_of,
 )
-
-_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")
+from sharding.hlo_types import on_chip, parts, type_bytes, type_elements
 
 _FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done"})
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitcast-convert"})
@@ -36,10 +32,6 @@ _MOVES = frozenset(
 )
 _PRODUCTS = frozenset({"dot", "convolution", "reduce", "custom-call"})
 
-Origin = "str | None | list[Origin]"
-"""The argument that a value is (its name in the traced program), or one for each element of a tuple."""
-
-
 @dataclass
 class Access:
     """One instruction that runs, and what one run of it moves.
@@ -47,6 +39,7 @@ class Access:
     reads: bytes of each argument, "" for values that the program made itself.
     written: bytes of the buffers it fills, those it updates in place counted by the update.
     in_place: the argument that it updates, or None.
+    uses: every argument among its operands, those fetched to on-chip memory before included.
     """
 
     step: Step
@@ -55,6 +48,12 @@ class Access:
     reads: dict[str, int] = field(default_factory=dict)
     written: int = 0
     in_place: str | None = None
+    uses: set[str] = field(default_factory=set)
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether it only brings data to on-chip memory."""
+        return self.written == 0 and self.opcode in _FETCHES
 
     @property
     def is_product(self) -> bool:
@@ -87,10 +86,12 @@ def _accesses(
         access = Access(step, program.producer(one), frozenset(program.opcodes(one)))
         for place, name in enumerate(one.operands):
             operand = own[name]
-            if operand.type.startswith("(") or _ON_CHIP.search(operand.type):
-                continue
             origin = origins.get((step.computation, name))
             label = origin if isinstance(origin, str) else ""
+            if label:
+                access.uses.add(label)
+            if operand.type.startswith("(") or on_chip(operand.type):
+                continue
             size = _read_bytes(program, one, place, operand.type)
             access.reads[label] = access.reads.get(label, 0) + size
         updated = _updated(program, one)
@@ -174,7 +175,7 @@ def _update_bytes(program: Program, one: Instruction) -> int:
 
 def _read_bytes(program: Program, one: Instruction, place: int, type_text: str) -> int:
     """Bytes that an instruction reads of its operand number ``place``."""
-    whole, size = _count(type_text), type_bytes(type_text)
+    whole, size = type_elements(type_text), type_bytes(type_text)
     touched = _touched_by(program, one, place, whole)
     return size if touched >= whole else math.ceil(size * touched / max(whole, 1))
 
@@ -182,8 +183,8 @@ def _read_bytes(program: Program, one: Instruction, place: int, type_text: str) 
 def _touched_by(program: Program, one: Instruction, place: int, whole: int) -> int:
     """Elements of an operand that an instruction reads."""
     if one.opcode in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
-        result = elements(one.type)[1] if one.type.startswith("(") else one.type  # a start: (source, result, ...)
-        return min(whole, _count(result))
+        result = parts(one.type)[1] if one.opcode == "slice-start" else one.type  # a start: (source, result, ...)
+        return min(whole, type_elements(result))
     if one.opcode in _UPDATES and place == 0:
         return 0
     inner = program.fused(one)
@@ -205,16 +206,11 @@ def _touched(program: Program, own: Computation, name: str, whole: int) -> int:
     return min(total, whole)
 
 
-def _count(type_text: str) -> int:
-    """Elements of a shape."""
-    return sum(math.prod(int(size) for size in dims.split(",") if size) for _, dims in _SHAPE.findall(type_text))
-
-
 def _hbm_bytes(one: Instruction) -> int:
-    """Bytes of a result that lie in main memory. The first element of a fetch's result is what it fills."""
-    parts = elements(one.type) if one.type.startswith("(") else [one.type]
-    if one.opcode in ("copy-start",):
-        parts = parts[:1]
-    elif one.opcode.endswith("-start") and len(parts) > 1:
-        parts = parts[1:2]
-    return sum(type_bytes(part) for part in parts if not _ON_CHIP.search(part))
+    """Bytes of a result that lie in main memory."""
+    filled = parts(one.type)
+    if one.opcode == "copy-start":  # (result, source, ...)
+        filled = filled[:1]
+    elif one.opcode.endswith("-start") and len(filled) > 1:  # (source, result, ...)
+        filled = filled[1:2]
+    return sum(type_bytes(part) for part in filled if not on_chip(part))
