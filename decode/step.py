@@ -17,8 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decode.cache import AXES as CACHE_AXES
-from decode.cache import KVCache, cache_arrays
+from decode.cache import KVCache, cache_specs
 from decode.sampling import SamplingForm, SamplingValues, sample
 from model.config import LlamaConfig
 from model.llama import LayersForm, Llama
@@ -63,7 +62,8 @@ class Programs:
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
     ``collectives`` are those of decode steps. Prefill moves whole prompts, where bytes count and not hops, so there
     every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best;
-    ``quantization`` says which weights are kept in fewer bits.
+    ``quantization`` says which weights are kept in fewer bits, and ``cache_dtype`` is that of the KV cache, the model's
+    when None.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class Programs:
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
         quantization: Quantization = WIDE,
+        cache_dtype: Any = None,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
+        self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.stacked = layers == "scan"
         build = functools.partial(
             Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels, quantization=quantization
@@ -257,8 +259,7 @@ class Programs:
         return [self.layout.spec(axes) for axes in self.axes]
 
     def _cache_spec(self) -> KVCache:
-        specs: Any = [self.layout.spec(CACHE_AXES)] * cache_arrays(self.config, stacked=self.stacked)
-        return KVCache(specs, specs)
+        return cache_specs(self.config, self.layout, self.cache_dtype, stacked=self.stacked)
 
     def _seen_spec(self, form: SamplingForm) -> Any:
         return self.layout.spec(SEEN) if form.penalty else None

@@ -33,6 +33,7 @@ from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+KV_DTYPES = {**DTYPES, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 class UsageError(ValueError):
@@ -115,6 +116,19 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
         default="best",
         help="best, each kernel's fastest implementation for the platform (default); xla, XLA's own operations",
     )
+
+
+def add_kv_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--kv-dtype",
+        choices=list(KV_DTYPES),
+        help="of the KV cache; int8 and fp8 keep a scale a position and head (default: that of --dtype)",
+    )
+
+
+def chosen_kv_dtype(kv_dtype: str | None) -> str | None:
+    """``--kv-dtype`` as ``Decoder`` takes it."""
+    return None if kv_dtype is None else KV_DTYPES[kv_dtype]
 
 
 def chosen_kernels(choice: str) -> str | None:

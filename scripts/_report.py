@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.decoder import Decoder
-from roofline.footprint import decode_work
+from roofline.footprint import decode_work, kv_scale_bytes_per_device
 from sharding.bandwidth import Bandwidth
 from sharding.hlo import count_collectives
 
@@ -25,16 +25,18 @@ class StepBytes:
 
 def step_bytes(decoder: Decoder, batch: int, context: int) -> StepBytes:
     """Weights that a step reads once, and the cache of ``batch`` rows that hold ``context`` positions."""
-    names = {"float32": "f32", "bfloat16": "bf16"}
+    names = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "fp8"}
+    kv_dtype, tp = names[decoder.cache_dtype.name], decoder.layout.tp
     work = decode_work(
         decoder.config,
         context,
         batch=batch,
         dtype=names[decoder.dtype.name],
-        kv_dtype=names[decoder.cache_dtype.name],
-        tp=decoder.layout.tp,
+        kv_dtype=kv_dtype,
+        tp=tp,
     )
-    return StepBytes(int(work.weight_bytes), int(work.kv_bytes))
+    scales = kv_scale_bytes_per_device(decoder.config, context, kv_dtype, tp, batch)
+    return StepBytes(int(work.weight_bytes), int(work.kv_bytes) + scales)
 
 
 def held_weight_bytes(decoder: Decoder) -> int:
@@ -57,6 +59,7 @@ def step_facts(
         "limit_samples_gb_per_s": [sample / 1e9 for sample in limit.samples],
         "limit_fraction": None if achieved is None else achieved / (limit.per_device / 1e9),
         "tp": decoder.layout.tp,
+        "kv_dtype": decoder.cache_dtype.name,
         "collective": decoder.collectives.collective if decoder.layout.tp > 1 else None,
         "mesh": dict(decoder.layout.mesh.shape),
         "collectives_per_step": count_collectives(hlo_text),

@@ -35,9 +35,11 @@ from scripts._cli import (
     add_collective_option,
     add_device_options,
     add_kernels_option,
+    add_kv_dtype_option,
     check_writable,
     chosen_collectives,
     chosen_kernels,
+    chosen_kv_dtype,
     device_facts,
     integers,
     kernel_facts,
@@ -90,6 +92,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device_options(parser)
     add_collective_option(parser)
     add_kernels_option(parser)
+    add_kv_dtype_option(parser)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
     parser.add_argument(
         "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
@@ -195,6 +198,7 @@ def bench(args: argparse.Namespace) -> None:
         "steps": args.steps,
         "rounds": args.rounds,
         "layers": args.layers,
+        "kv_dtype": args.kv_dtype,
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
         "versions": versions(),
@@ -227,6 +231,7 @@ def _ours(
         layers=args.layers,
         collectives=collectives,
         kernels=chosen_kernels(args.kernels),
+        cache_dtype=chosen_kv_dtype(args.kv_dtype),
     )
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
@@ -321,7 +326,7 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     device = run["device"]
     title = (
         f"{run['model']} ({run['weights']} weights), batch {run['batch']}, context {run['context']}, "
-        f"{run['layers']} layers, {run['rounds']} samples of {run['steps']} steps;\n"
+        f"{run['layers']} layers,{_cache_note(run)} {run['rounds']} samples of {run['steps']} steps;\n"
         f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):
@@ -335,6 +340,10 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([title, "", lines[0], rule, *lines[1:], "", COLUMNS, *_verdicts(results)])
+
+
+def _cache_note(run: Mapping[str, Any]) -> str:
+    return f" {run['kv_dtype']} cache," if run.get("kv_dtype") else ""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

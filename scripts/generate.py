@@ -33,9 +33,11 @@ from scripts._cli import (
     add_collective_option,
     add_device_options,
     add_kernels_option,
+    add_kv_dtype_option,
     check_writable,
     chosen_collectives,
     chosen_kernels,
+    chosen_kv_dtype,
     default_dtype,
     device_facts,
     kernel_facts,
@@ -100,6 +102,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device_options(machine)
     add_collective_option(machine)
     add_kernels_option(machine)
+    add_kv_dtype_option(machine)
     machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
@@ -176,6 +179,7 @@ def generate(args: argparse.Namespace) -> None:
         layers=args.layers,
         collectives=collectives,
         kernels=chosen_kernels(args.kernels),
+        cache_dtype=chosen_kv_dtype(args.kv_dtype),
     )
     load_s = opened + time.perf_counter() - began
 
