@@ -72,7 +72,9 @@ class Instruction:
     @property
     def number(self) -> int:
         """Of a parameter its place, of a get-tuple-element its index."""
-        found = re.match(r"(\d+)\)", self.rest) if self.opcode == "parameter" else re.search(r"\bindex=(\d+)", self.rest)
+        found = (
+            re.match(r"(\d+)\)", self.rest) if self.opcode == "parameter" else re.search(r"\bindex=(\d+)", self.rest)
+        )
         assert found, self
         return int(found[1])
 

@@ -28,9 +28,21 @@ _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitca
 
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 _MOVES = frozenset(
-    {"copy", "copy-start", "transpose", "reshape", "pad", "concatenate", "slice", "slice-start", "dynamic-slice", "reverse"}
+    {
+        "copy",
+        "copy-start",
+        "transpose",
+        "reshape",
+        "pad",
+        "concatenate",
+        "slice",
+        "slice-start",
+        "dynamic-slice",
+        "reverse",
+    }
 )
 _PRODUCTS = frozenset({"dot", "convolution", "reduce", "custom-call"})
+
 
 @dataclass
 class Access:
