@@ -149,7 +149,7 @@ def piece(case: CompileCase, layout: Layout) -> int:
 
 
 def _memory_facts(memory: Any, target: Target) -> dict[str, Any]:
-    """Bytes as the compiler states them. What is needed: arguments, results that are not written over them, the rest."""
+    """Bytes as the compiler states them. Needed: arguments, results that are not written over them, and the rest."""
     argument, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     output, alias = memory.output_size_in_bytes, memory.alias_size_in_bytes
     code = memory.generated_code_size_in_bytes
@@ -166,7 +166,7 @@ def _memory_facts(memory: Any, target: Target) -> dict[str, Any]:
 
 
 def _ideal_bytes(case: CompileCase) -> dict[str, int]:
-    """What a step must read: every weight once, and the cache. A prefill piece reads what a step of its tokens would."""
+    """What a step must read: every weight once, and the cache. A prefill piece must read no less."""
     dtype: str | DType = "bf16"
     if case.format is not None:
         bits = {"int8": 8, "fp8": 8, "int4": 4}[case.format.kind]

@@ -15,15 +15,16 @@ argument  weights, cache and small inputs of one device; alias is the part that 
 temp      buffers that the program needs beside them; code is the program itself
 needs     argument + results not written over one + temp + code, to be compared with the device's memory
 read      bytes that a step reads from a device's main memory, weights, cache and everything else; a loop's are counted
-          for each time round, and a kernel of ours that takes a whole array for all of it
-ideal     each weight once (of the embedding one row a token) and the filled cache once, scales included: scripts.memory_wall
+          for each time round, and a kernel of ours is taken to read all of the arrays that it is given
+ideal     each weight once (of the embedding one row a token) and the filled cache once, scales included
 made      collectives in the compiled step, their number and the bytes of their results; design is what the layout asks
           for (sums in f32). A compiler may carry out a small all-gather as an all-reduce, and round a sum to bf16 in it
-copies    copies, transposes and conversions of 1 MiB or more into a buffer of their own: once a step, or once a dispatch"""
+copies    copies, transposes and conversions of 1 MiB or more into a buffer of their own, in each step or once in each
+          dispatch"""
 
 CYCLES = """\
 cycles    the TPU compiler's static estimate, never checked against hardware: of its own fusions, times how often each
-          runs; without collectives, without fetches that run beside them, and without our kernels, which it does not price"""
+          runs; without collectives, fetches that run beside them, and our kernels, which it does not price"""
 
 
 def render(r: Mapping[str, Any]) -> str:

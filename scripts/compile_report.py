@@ -68,9 +68,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers",
         choices=get_args(LayersForm),
-        default="scan",
-        help="scan compiles one layer and loops over it, in seconds at any depth (default); unrolled compiles them all,"
-        " which is what runs by default and takes a minute or so at 80 layers",
+        help="scan compiles one layer and loops over it, in seconds at any depth (default for TPU); unrolled compiles"
+        " each, as what runs by default does, which takes longer at many layers (default for GPU, where a scan copies"
+        " each layer's matrices before it uses them)",
     )
     add_collective_option(parser)
     add_kernels_option(parser)
@@ -108,7 +108,7 @@ def report(args: argparse.Namespace) -> None:
         args.batch,
         args.context,
         args.program,
-        args.layers,
+        args.layers or ("scan" if machine.platform == "tpu" else "unrolled"),
         chosen_collectives(args.collective, tp),
         chosen_kernels(args.kernels),
     )

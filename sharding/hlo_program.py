@@ -37,7 +37,7 @@ _MOST_CYCLES = 1 << 40
 class Instruction:
     """One instruction.
 
-    type: of its result, with layout. operands: names of instructions in the same computation. rest: the text after them.
+    type: of its result, with layout. operands: names in the same computation. rest: the text after them.
     """
 
     name: str
@@ -168,7 +168,7 @@ class Program:
 
 
 def inner_of(one: Instruction) -> list[str]:
-    """The computations that an instruction runs once: those of a call, of a conditional, or of an asynchronous start."""
+    """The computations that an instruction runs once: of a call, of a conditional, or of an asynchronous start."""
     if one.opcode == "call":
         roles: tuple[str, ...] = ("to_apply",)
     elif one.opcode == "conditional":
