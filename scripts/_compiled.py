@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,11 @@ from sharding.layout import Layout
 LARGE = 2**20
 """Bytes from which a copy is told."""
 
+SAMPLED = (2, 3)
+"""Layers of the two programs from which a deeper one is told."""
+
+Layers = Literal["scan", "unrolled", "sampled"]
+
 KEPT_WIDE = ("embed", "head")
 """Parts that ``Quantization.layers`` leaves in bf16."""
 
@@ -47,7 +52,8 @@ class CompileCase:
     """What is compiled.
 
     context: positions that each row holds when the step runs, and that the cache has room for. program: "decode", one
-    step; or "prefill", the last piece of a prompt of ``context`` tokens.
+    step; or "prefill", the last piece of a prompt of ``context`` tokens. layers: "sampled" compiles two unrolled
+    programs of a few layers, and takes every further layer to add what the last one did.
     """
 
     config: LlamaConfig
@@ -58,7 +64,7 @@ class CompileCase:
     batch: int = 1
     context: int = 2048
     program: str = "decode"
-    layers: LayersForm = "scan"
+    layers: Layers = "scan"
     collectives: Collectives = DEFAULT_COLLECTIVES
     kernels: str | None = None
 
@@ -66,15 +72,20 @@ class CompileCase:
     def quantization(self) -> Quantization:
         return WIDE if self.format is None else Quantization.layers(self.format)
 
+    @property
+    def form(self) -> LayersForm:
+        """How the model is built."""
+        return "scan" if self.layers == "scan" else "unrolled"
+
     def decoder(self) -> Decoder:
         """A decoder without weights: its parameters are shapes."""
         layout = Layout(self.target.mesh(self.tp, self.config.num_kv_heads))
         form: dict[str, Any] = {"collectives": self.collectives, "kernels": self.kernels}
         form["quantization"] = self.quantization
-        programs = Programs(self.config, jnp.bfloat16, layout, self.layers, **form)
+        programs = Programs(self.config, jnp.bfloat16, layout, self.form, **form)
         shapes: Any = dict(zip(programs.paths, programs.abstract_params(), strict=True))
         cache_dtype = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}.get(self.kv_dtype, self.kv_dtype)
-        return Decoder(self.config, shapes, layout, jnp.bfloat16, layers=self.layers, cache_dtype=cache_dtype, **form)
+        return Decoder(self.config, shapes, layout, jnp.bfloat16, layers=self.form, cache_dtype=cache_dtype, **form)
 
 
 def compile_facts(case: CompileCase) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def compile_facts(case: CompileCase) -> dict[str, Any]:
     }
     began = time.perf_counter()
     try:
-        compiled = _compile(decoder, case)
+        found = _sampled_facts(case) if case.layers == "sampled" else _compiled_facts(case, decoder)
     except jax.errors.JaxRuntimeError as error:
         need = _HBM_NEED.search(str(error))
         if need is None:
@@ -103,12 +114,48 @@ def compile_facts(case: CompileCase) -> dict[str, Any]:
         needed = int(float(need[1]) * 1024 ** _UNITS[need[2]])
         facts |= {"needed_bytes": needed, "spare_bytes": case.target.memory_bytes - needed}
         return facts | {"compile_s": time.perf_counter() - began}
-    facts["compile_s"] = time.perf_counter() - began
-    return (
-        facts
-        | _memory_facts(compiled.memory_analysis(), case.target)
-        | program_facts(compiled.as_text(), decoder, case)
-    )
+    facts |= found
+    needed = facts["argument_bytes"] + facts["new_output_bytes"] + facts["temp_bytes"] + facts["code_bytes"]
+    spare = case.target.memory_bytes - needed
+    return facts | {"fits": spare >= 0, "needed_bytes": needed, "spare_bytes": spare}
+
+
+def _compiled_facts(case: CompileCase, decoder: Decoder) -> dict[str, Any]:
+    began = time.perf_counter()
+    compiled = _compile(decoder, case)
+    seconds = time.perf_counter() - began
+    return {
+        "compile_s": seconds,
+        **_memory_facts(compiled.memory_analysis()),
+        **program_facts(compiled.as_text(), decoder, case),
+    }
+
+
+def _sampled_facts(case: CompileCase) -> dict[str, Any]:
+    """The facts of a deep program from two shallow ones, each further layer adding as much as the last one did."""
+    few, more = (replace(case, config=replace(case.config, num_layers=n), layers="unrolled") for n in SAMPLED)
+    first, second = (_compiled_facts(one, one.decoder()) for one in (few, more))
+    seconds = first.pop("compile_s") + second.pop("compile_s")
+    further = (case.config.num_layers - SAMPLED[0]) / (SAMPLED[1] - SAMPLED[0])
+    return {**_extended(first, second, further), "compile_s": seconds}
+
+
+def _extended(first: Any, second: Any, further: float) -> Any:
+    """``first`` with ``further`` times what is more in ``second``: numbers, in nested dicts and in lists of dicts, whose
+    entries are told apart by their texts and flags."""
+    if isinstance(second, dict):
+        return {key: _extended((first or {}).get(key), value, further) for key, value in second.items()}
+    if isinstance(second, list):
+        known = {_key(one): one for one in first or []}
+        return [_extended(known.get(_key(one)), one, further) for one in second]
+    if isinstance(second, bool) or not isinstance(second, int):
+        return second
+    before = first or 0
+    return before + round((second - before) * further)
+
+
+def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(value for value in entry.values() if isinstance(value, bool | str))
 
 
 def program_facts(hlo_text: str, decoder: Decoder, case: CompileCase) -> dict[str, Any]:
@@ -148,20 +195,14 @@ def piece(case: CompileCase, layout: Layout) -> int:
     return bucket(min(case.context, chunk_size(layout.kv_seq)), layout.kv_seq)
 
 
-def _memory_facts(memory: Any, target: Target) -> dict[str, Any]:
-    """Bytes as the compiler states them. Needed: arguments, results that are not written over them, and the rest."""
-    argument, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    output, alias = memory.output_size_in_bytes, memory.alias_size_in_bytes
-    code = memory.generated_code_size_in_bytes
-    needed = argument + max(output - alias, 0) + temp + code
+def _memory_facts(memory: Any) -> dict[str, Any]:
+    """Bytes as the compiler states them; new_output is what results take that are written over no argument."""
     return {
-        "fits": needed <= target.memory_bytes,
-        "needed_bytes": needed,
-        "spare_bytes": target.memory_bytes - needed,
-        "argument_bytes": argument,
-        "temp_bytes": temp,
-        "alias_bytes": alias,
-        "code_bytes": code,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "new_output_bytes": max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0),
+        "code_bytes": memory.generated_code_size_in_bytes,
     }
 
 

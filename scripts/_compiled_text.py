@@ -7,6 +7,12 @@ from typing import Any
 
 from scripts.memory_wall_text import si, table
 
+LAYERS = {
+    "scan": "one compiled and looped over",
+    "unrolled": "each compiled",
+    "sampled": "two and three compiled, the others taken to add as much as the third",
+}
+
 TOP = 10
 """Fusions listed by their cycles."""
 
@@ -35,7 +41,7 @@ def render(r: Mapping[str, Any]) -> str:
     lines = [
         f"{r['model']}, {what}, for {r['target']} ({r['device_kind']}), which is not here: tp={r['tp']} ({mesh})",
         f"{r['dtype']} weights, {r['kv_dtype']} cache, batch {r['batch']}, context {r['context']}; {r['num_layers']} "
-        f"layers, {r['layers']}; {r['kernels']} kernels; jax {r['versions']['jax']}, {compiler} "
+        f"layers, {LAYERS[r['layers']]}; {r['kernels']} kernels; jax {r['versions']['jax']}, {compiler} "
         f"{r['versions'].get(compiler, 'unknown')}",
         f"compiled in {r['compile_s']:.1f} s",
         "",

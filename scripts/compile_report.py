@@ -20,7 +20,6 @@ from typing import Any, get_args
 import jax
 
 from model.checkpoint.resolve import ACCEPTED
-from model.llama import LayersForm
 from model.presets import PRESETS
 from model.quantize import KINDS, WeightFormat
 from scripts._cli import (
@@ -36,7 +35,7 @@ from scripts._cli import (
     versions,
     write_json,
 )
-from scripts._compiled import CompileCase, compile_facts, memory_floor_s, piece
+from scripts._compiled import CompileCase, Layers, compile_facts, memory_floor_s, piece
 from scripts._compiled_text import difference, render
 from scripts.bench_decode import open_shape
 from sharding.aot import EXAMPLES, target
@@ -67,10 +66,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--layers",
-        choices=get_args(LayersForm),
-        help="scan compiles one layer and loops over it, in seconds at any depth (default for TPU); unrolled compiles"
-        " each, as what runs by default does, which takes longer at many layers (default for GPU, where a scan copies"
-        " each layer's matrices before it uses them)",
+        choices=get_args(Layers),
+        help="scan compiles one layer and loops over it (default for TPU); sampled compiles two and three layers one"
+        " after another, and takes each further one to add as much (default for GPU, where a scan copies each layer's"
+        " matrices first); unrolled compiles every layer, as what runs by default does, which may take minutes",
     )
     add_collective_option(parser)
     add_kernels_option(parser)
@@ -108,7 +107,7 @@ def report(args: argparse.Namespace) -> None:
         args.batch,
         args.context,
         args.program,
-        args.layers or ("scan" if machine.platform == "tpu" else "unrolled"),
+        args.layers or ("scan" if machine.platform == "tpu" else "sampled"),
         chosen_collectives(args.collective, tp),
         chosen_kernels(args.kernels),
     )
