@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -141,8 +141,10 @@ def _sampled_facts(case: CompileCase) -> dict[str, Any]:
 
 
 def _extended(first: Any, second: Any, further: float) -> Any:
-    """``first`` with ``further`` times what is more in ``second``: numbers, in nested dicts and in lists of dicts, whose
-    entries are told apart by their texts and flags."""
+    """``first`` with ``further`` times what is more in ``second``: numbers, in nested dicts and in lists of dicts.
+
+    The entries of a list are told apart by their texts and flags.
+    """
     if isinstance(second, dict):
         return {key: _extended((first or {}).get(key), value, further) for key, value in second.items()}
     if isinstance(second, list):
@@ -151,7 +153,7 @@ def _extended(first: Any, second: Any, further: float) -> Any:
     if isinstance(second, bool) or not isinstance(second, int):
         return second
     before = first or 0
-    return before + round((second - before) * further)
+    return max(0, before + round((second - before) * further))
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
