@@ -95,7 +95,7 @@ class Decoder:
         self.collectives, self.quantization = collectives, quantization
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.programs = Programs(
-            config, self.dtype, layout, layers, collectives, kernels, quantization, self.cache_dtype
+            config, self.dtype, layout, layers, collectives, kernels, self.cache_dtype, quantization
         )
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0

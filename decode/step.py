@@ -74,8 +74,8 @@ class Programs:
         layers: LayersForm,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
-        quantization: Quantization = WIDE,
         cache_dtype: Any = None,
+        quantization: Quantization = WIDE,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)

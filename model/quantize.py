@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -131,6 +131,22 @@ class Quantization:
             if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
                 some = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
                 raise QuantizationError(f"no matrix is called {pattern!r}; this model has {some}")
+
+    def to_json(self) -> list[list[str | None]]:
+        """Every rule as [pattern, format's name or None]."""
+        return [[pattern, None if format is None else format.name] for pattern, format in self.rules]
+
+    @classmethod
+    def from_json(cls, rules: Any) -> Quantization:
+        """What ``to_json`` made. Raises QuantizationError for anything else."""
+        found = []
+        for rule in rules if isinstance(rules, list) else [rules]:
+            match rule:
+                case [str(pattern), str() | None as name]:
+                    found.append((pattern, None if name is None else WeightFormat.parse(name)))
+                case _:
+                    raise QuantizationError(f"rule {rule!r} is not a pattern and the name of a format")
+        return cls(tuple(found))
 
     def describe(self) -> str:
         """For people: every rule."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.decoder import Decoder
+from model.quantize import WIDE
 from roofline.footprint import decode_work, kv_scale_bytes_per_device
 from sharding.bandwidth import Bandwidth
 from sharding.hlo import count_collectives
@@ -35,8 +36,16 @@ def step_bytes(decoder: Decoder, batch: int, context: int) -> StepBytes:
         kv_dtype=kv_dtype,
         tp=tp,
     )
+    weights = int(work.weight_bytes)
+    if decoder.quantization != WIDE:
+        # What is held is what is read, save for the embedding table, of which a step reads a row for each token.
+        weights = sum(
+            leaf.addressable_shards[0].data.nbytes
+            for path, leaf in zip(decoder.programs.paths, decoder.params, strict=True)
+            if path[0] != "embed" or decoder.config.tie_word_embeddings
+        )
     scales = kv_scale_bytes_per_device(decoder.config, context, kv_dtype, tp, batch)
-    return StepBytes(int(work.weight_bytes), int(work.kv_bytes) + scales)
+    return StepBytes(weights, int(work.kv_bytes) + scales)
 
 
 def held_weight_bytes(decoder: Decoder) -> int:
@@ -59,6 +68,7 @@ def step_facts(
         "limit_samples_gb_per_s": [sample / 1e9 for sample in limit.samples],
         "limit_fraction": None if achieved is None else achieved / (limit.per_device / 1e9),
         "tp": decoder.layout.tp,
+        "quantization": decoder.quantization.to_json(),
         "kv_dtype": decoder.cache_dtype.name,
         "collective": decoder.collectives.collective if decoder.layout.tp > 1 else None,
         "mesh": dict(decoder.layout.mesh.shape),

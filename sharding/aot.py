@@ -46,7 +46,7 @@ class Kind:
 
 
 def _gpu(name: str, cores: int, bytes_per_s: float, l2: int, ghz: float, memory: int, capability: int) -> Kind:
-    """A GPU. Threads, registers and shared memory are alike from Hopper to Blackwell (CUDA C++ Programming Guide)."""
+    """A GPU. Threads, registers and shared memory are the same from Hopper to Blackwell (CUDA programming guide)."""
     info = f"""
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
         shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
@@ -176,6 +176,8 @@ def _tpu_topology(name: str, chip: str, shape: list[int]) -> topologies.Topology
 def _gpu_topology(name: str, kind: Kind, count: int) -> topologies.TopologyDescription:
     hosts = -(-count // GPUS_A_HOST)
     if count % hosts:
-        raise TargetError(f"{name}: more than {GPUS_A_HOST} GPUs come in equal hosts; use such as {EXAMPLES}")
+        raise TargetError(
+            f"{name}: more than {GPUS_A_HOST} GPUs come in hosts of {GPUS_A_HOST}; use such as {EXAMPLES}"
+        )
     shape = f"1x{hosts}x{count // hosts}"
     return topologies.get_topology_desc(platform="cuda", topology_name=shape, topology=shape, target_config=kind.gpu)

@@ -70,6 +70,10 @@ class ResolvedModel:
             return restore_params(self.path, layout, dtype, layers, progress, quantization)
         return load_params(self.source, self.config, layout, dtype, layers, progress, quantization)
 
+    def quantization_for(self, asked: Quantization) -> Quantization:
+        """How the weights are kept when loaded as ``asked``: an Orbax checkpoint's stay as they were saved."""
+        return read_info(self.path).quantization if self.source is None and asked == WIDE else asked
+
     def generation_files(self) -> dict[str, bytes]:
         """The checkpoint's own `generation_config.json`, if it has one: name -> content."""
         file = self.path / _GENERATION_CONFIG
