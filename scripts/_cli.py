@@ -28,7 +28,7 @@ from model.quantize import KINDS, WIDE, Quantization, QuantizationError, WeightF
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
 from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
-from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, CollectiveForm, Collectives
+from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, KERNEL_FORMS, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
 from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
@@ -180,9 +180,10 @@ def kernel_facts(choice: str) -> str:
 def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--collective",
-        choices=COLLECTIVE_FORMS,
+        choices=(*COLLECTIVE_FORMS, *KERNEL_FORMS),
         help="how a decode step adds up over devices: psum, one all-reduce; scatter, a reduce-scatter and an all-gather"
-        " with the norm's sum in between; one_shot, an all-gather and a local sum (default "
+        " with the norm's sum in between; one_shot, an all-gather and a local sum; one_shot_dma on TPU and "
+        "multimem on Hopper, a kernel (default "
         f"{DEFAULT_COLLECTIVES.collective})",
     )
 
