@@ -104,7 +104,7 @@ def _coordinates(rank: Any, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def multimem(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum of every device's ``x`` over mesh axes, added by the NVLink switch as it is read (NVLS). JAX's own kernel,
+    """The sum of every device's ``x`` over mesh axes, added by the NVLink switch as it is read. JAX's own kernel,
     for Hopper and later, where one switch joins the devices.
 
     Raises:
