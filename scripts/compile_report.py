@@ -67,9 +67,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers",
         choices=get_args(Layers),
-        help="scan compiles one layer and loops over it (default for TPU); sampled compiles two and three layers one"
-        " after another, and takes each further one to add as much (default for GPU, where a scan copies each layer's"
-        " matrices first); unrolled compiles every layer, as what runs by default does, which may take minutes",
+        default="sampled",
+        help="unrolled compiles every layer, as what runs by default does, which may take minutes; sampled compiles two"
+        " and three of them, and takes each further one to add as much (default); scan compiles one and loops over it",
     )
     add_collective_option(parser)
     add_kernels_option(parser)
@@ -107,7 +107,7 @@ def report(args: argparse.Namespace) -> None:
         args.batch,
         args.context,
         args.program,
-        args.layers or ("scan" if machine.platform == "tpu" else "sampled"),
+        args.layers,
         chosen_collectives(args.collective, tp),
         chosen_kernels(args.kernels),
     )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.matmul.tpu_rows import tpu_rows
+
 STREAMED_ROWS = 8
 """On CPU, up to this many rows a bf16 product is a fused convert-multiply-reduce.
 
@@ -17,21 +19,10 @@ weights/s at 1, 2, 4, 8, 16 rows, against 0.8 to 0.9 through the converted copy 
 """
 
 
-TPU_ROWS = 8
-"""On TPU one row is padded to so many, the rows of a register.
-
-XLA:TPU makes a product with one row a multiply and a reduction on the vector unit, at 3.9 times the time that the
-memory needs for a bf16 weight on v5e (4.1 on v6e); with two rows or more it takes the matrix unit, which keeps up. By
-the compiler's own estimate, [3584, 4096]: 209810 cycles at 1 row and 12203 at 2 to 8 on v5e, 129335 and 13689 on v6e.
-"""
-
-
 def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
     """x [M, I] times weight [O, I] -> float32 [M, O]."""
     if platform == "tpu" and x.shape[0] == 1:
-        # The barrier hides from the compiler that the other rows are zeros.
-        rows = lax.optimization_barrier(jnp.pad(x, ((0, TPU_ROWS - 1), (0, 0))))
-        return matmul(rows, weight, platform=platform)[:1]
+        return matmul(tpu_rows(x), weight, platform=platform)[:1]
     if platform == "cpu" and weight.dtype != jnp.float32:
         if x.shape[0] <= STREAMED_ROWS:
             # The barrier ties the weight to x: on its own its conversion is hoisted out of the decode loop,
