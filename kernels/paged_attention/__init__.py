@@ -12,7 +12,7 @@ from kernels.select import select
 
 IMPLEMENTATIONS = ("xla", "cpu_native", "reference")
 
-__all__ = ["IMPLEMENTATIONS", "paged_attention"]
+__all__ = ["IMPLEMENTATIONS", "paged_attention", "paged_write"]
 
 
 def paged_attention(
@@ -57,3 +57,32 @@ def paged_attention(
     if chosen == "cpu_native":
         return cpu_native.paged_attention(q, keys, values, tables, **where)
     return xla.paged_attention(q, keys, values, tables, **where, platform=platform)
+
+
+def paged_write(
+    cache: jax.Array,
+    new: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | int,
+    platform: str,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Store new positions, each at its page and slot; in place where the cache is donated.
+
+    Args:
+        cache: [L, pages, K, S, H], or without H where it holds one number a position and head.
+        new: [N, K, H] of the cache's dtype, or without H.
+        pages, slots: int32 [N]. A page past the end is another device's, or padding: nothing is written.
+
+    Returns:
+        The cache with them in it.
+
+    Raises:
+        KernelError: an unknown implementation, or one that does not take these operands.
+    """
+    chosen = select("paged_write", implementation, platform, IMPLEMENTATIONS, lambda: None)
+    if chosen == "cpu_native":
+        return cpu_native.paged_write(cache, new, pages, slots, layer)
+    return cache.at[layer, pages, :, slots].set(new, mode="drop")

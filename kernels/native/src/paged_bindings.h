@@ -109,13 +109,14 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-// new [N, K, H] to layer `layer` of cache [L, pages, K, S, H], each at its own page and slot; a page outside the cache
-// is skipped. The cache is written in place.
+// new [N, K, ...] to layer `layer` of cache [L, pages, K, S, ...], each at its own page and slot; a page outside the
+// cache is skipped. The cache is written in place.
 ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Buffer<ffi::S32> pages,
                       ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> out) {
   const auto cs = cache.dimensions(), ns = fresh.dimensions();
-  if (cs.size() != 5 || ns.size() != 3 || cs[2] != ns[1] || cs[4] != ns[2]) {
-    return Wrong("the cache must be [L, pages, K, S, H] and what is new [N, K, H]");
+  if (cs.size() < 4 || ns.size() != cs.size() - 2 || cs[2] != ns[1] ||
+      !std::equal(cs.begin() + 4, cs.end(), ns.begin() + 2, ns.end())) {
+    return Wrong("the cache must be [L, pages, K, S, ...] and what is new [N, K, ...]");
   }
   if (cache.element_type() != fresh.element_type() || out->element_type() != cache.element_type() ||
       out->element_count() != cache.element_count()) {
@@ -131,7 +132,8 @@ ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Buffer<ff
   auto* to = static_cast<char*>(out->untyped_data());
   if (to != cache.untyped_data()) std::memcpy(to, cache.untyped_data(), cache.size_bytes());
   const auto* from = static_cast<const char*>(fresh.untyped_data());
-  const int64_t row = cs[4] * static_cast<int64_t>(ffi::ByteWidth(cache.element_type()));
+  int64_t row = static_cast<int64_t>(ffi::ByteWidth(cache.element_type()));
+  for (size_t axis = 4; axis < cs.size(); ++axis) row *= cs[axis];
   for (int64_t n = 0; n < N; ++n) {
     const int64_t page = pages.typed_data()[n], slot = slots.typed_data()[n];
     if (page < 0 || page >= cs[1] || slot < 0 || slot >= S) continue;
