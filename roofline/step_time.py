@@ -72,7 +72,7 @@ class StepTimeFit:
         return self._known
 
     def _solve(self) -> list[float]:
-        """The normal equations, each coefficient pulled to its start; what comes out negative is 0, and the rest again."""
+        """The normal equations, each pulled to its start; a negative one is 0, and the rest are solved again."""
         free = list(range(4))
         while True:
             # A coefficient's pull is in its own unit: a start of 0 is pulled as hard as a share of the base would be.

@@ -121,7 +121,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
             raise RequestError(
-                f"the prompt has token id {token} at place {place}; this model's ids run from 0 to {self.vocab_size - 1}"
+                f"the prompt has token id {token} at place {place}; ids run from 0 to {self.vocab_size - 1}"
             )
         if len(prompt) + new > self.max_len:
             raise RequestError(

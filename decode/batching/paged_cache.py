@@ -1,9 +1,9 @@
 """The KV cache as pages: ``decode.cache.KVCache`` with a page in place of a row, and where each token of a step goes.
 
 A step's tokens are one flat run: R rows of one token each (decodes), then C tokens of prompts in tiles of ``TILE``, a
-tile all of one sequence. Tile and row alike have a block table. Position p of a sequence lies in page ``p // page_size``
-of its table, there on ``kv_seq`` member ``p % kv_seq`` in slot ``p % page_size // kv_seq``: page sizes are multiples of
-``kv_seq``, so this is the contiguous cache's layout, cut up.
+tile all of one sequence. Tile and row alike have a block table. Position p of a sequence lies in the page at
+``p // page_size`` of its table, on ``kv_seq`` member ``p % kv_seq`` in slot ``p % page_size // kv_seq``: page sizes are
+multiples of ``kv_seq``, so this is the contiguous cache's layout, cut up.
 """
 
 from __future__ import annotations

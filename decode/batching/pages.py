@@ -104,7 +104,7 @@ class PagePool:
                 self._cached[page] = None
 
     def name(self, page: int, name: bytes) -> None:
-        """Say what a held page is full of. Where another page has that content already, that one stays the known one."""
+        """Say what a held page is full of. Where another page is full of the same, that one stays known."""
         if self.keep and self._names[page] is None and name not in self._by_name:
             self._names[page], self._by_name[name] = name, page
 

@@ -71,7 +71,7 @@ class Packing:
         return 2 * self.tokens + SAMPLER_WORDS * self.R + self.tables * self.P
 
     def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
-        """Views: tokens [R + C] (-1: the slot's newest), positions [R + C] (-1: padding), sampler [words, R], tables."""
+        """Views: tokens (-1: the slot's newest) and positions (-1: padding) [R + C], sampler [words, R], tables."""
         N, R = self.tokens, self.R
         middle = 2 * N + SAMPLER_WORDS * R
         sampler = vector[2 * N : middle].reshape(SAMPLER_WORDS, R)
@@ -127,7 +127,7 @@ def sampler_words(job: Job) -> np.ndarray:
 def step(
     programs: Programs, shape: Packing
 ) -> Callable[[list[jax.Array], KVCache, jax.Array, jax.Array, jax.Array, jax.Array], Any]:
-    """(params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen). All but params and bias are donated."""
+    """(params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen); the three it returns are donated."""
     graph = programs.graph if shape.C else programs.decode_graph
     collectives = programs.collectives
     platform = programs.layout.platform

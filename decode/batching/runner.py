@@ -69,9 +69,13 @@ class Runner:
         held = (self._cache, self._token, self._seen, self._bias)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
         for R, C in self.shapes.all():
-            vector = jax.ShapeDtypeStruct((Packing(R, C, self.pages_each).size,), np.int32)
-            lowered = step(programs, Packing(R, C, self.pages_each)).lower(programs.abstract_params(), *shapes, vector)
-            self._steps[R, C] = lowered.compile()
+            packing = Packing(R, C, self.pages_each)
+            key = ("batched", packing, self.pages, self.page_size, M)  # engines over one decoder share what fits both
+            if key not in self.decoder._compiled:
+                vector = jax.ShapeDtypeStruct((packing.size,), np.int32)
+                lowered = step(programs, packing).lower(programs.abstract_params(), *shapes, vector)
+                self.decoder._compiled[key] = lowered.compile()
+            self._steps[R, C] = self.decoder._compiled[key]
         self._set_slot = set_slot(programs)
         self.set_slot(0, [], {})
         jax.block_until_ready(self._seen)

@@ -18,7 +18,7 @@ from sharding.collectives import Collectives, tensor_index
 from sharding.mesh import TENSOR
 
 BIASED, PENALISED, RANDOM, TOP_K, TOP_P, MIN_P, LISTED = (1 << bit for bit in range(7))
-"""Bits of a row's ``asks``: a logit bias, a repetition penalty, a temperature, each filter, and top log-probabilities."""
+"""Bits of a row's ``asks``: a logit bias, a repetition penalty, a temperature, each filter, top log-probabilities."""
 
 
 class RowValues(NamedTuple):

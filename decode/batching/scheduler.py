@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from decode.batching.jobs import Job, Piece, Plan
-from decode.batching.pages import PagePool, chain
 from decode.batching.paged_cache import TILE
+from decode.batching.pages import PagePool, chain
 from decode.batching.request import Event, FinishReason, RefusedError, Request, Ticket
 from decode.batching.shapes import Shapes
 from decode.batching.targets import Targets
@@ -174,7 +174,7 @@ class Scheduler:
         return rows
 
     def _grow(self, job: Job, length: int) -> bool:
-        """Give a job the pages of ``length`` positions, preempting younger ones for them; False: it was the youngest."""
+        """Give a job the pages of ``length`` positions, preempting younger ones; False: it was the youngest itself."""
         while (need := -(-length // self.page_size) - len(job.pages)) > 0:
             pages = self.pool.allocate(need)
             if pages is not None:
@@ -304,7 +304,7 @@ class Scheduler:
         self.counts["refused"] += 1
         waited = now - job.arrived
         error = RefusedError(
-            f"waited {waited:.2f} s, and its first token can no longer come within {self.targets.ttft_s:g} s; try later",
+            f"waited {waited:.2f} s; its first token can no longer come within {self.targets.ttft_s:g} s; try later",
             waited,
         )
         self._end(job, "error", now, error)
