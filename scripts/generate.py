@@ -26,6 +26,7 @@ from decode.text import Completion, TextGeneration
 from decode.timing import Timing
 from model.checkpoint.resolve import ACCEPTED, open_model
 from model.config import LlamaConfig
+from model.quantize import WIDE, Quantization
 from model.tokenizer import StopStrings, Tokenizer
 from scripts._cli import (
     DTYPES,
@@ -33,9 +34,13 @@ from scripts._cli import (
     add_collective_option,
     add_device_options,
     add_kernels_option,
+    add_kv_dtype_option,
+    add_quant_options,
     check_writable,
     chosen_collectives,
     chosen_kernels,
+    chosen_kv_dtype,
+    chosen_quantization,
     default_dtype,
     device_facts,
     kernel_facts,
@@ -100,7 +105,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device_options(machine)
     add_collective_option(machine)
     add_kernels_option(machine)
-    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
+    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32; of what is not quantised")
+    add_quant_options(machine)
+    add_kv_dtype_option(machine)
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
     add_process_options(parser)
@@ -141,6 +148,7 @@ def generate(args: argparse.Namespace) -> None:
     # What can be refused is refused before anything slow.
     check_writable(args.json)
     sampling = _sampling(args)
+    quantization = chosen_quantization(args)
     StopStrings(args.stop)
     chats, texts = _asked(args)
     say = _silent if args.quiet else _to_stderr
@@ -158,8 +166,8 @@ def generate(args: argparse.Namespace) -> None:
 
     dtype = DTYPES[args.dtype or default_dtype()]
     say(
-        f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}, {args.layers} layers; "
-        f"{layout.describe()}"
+        f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}{_quantised(quantization)}, "
+        f"{args.layers} layers; {layout.describe()}"
     )
     if cache.problem:
         say(f"note: compilation {cache.describe()}")
@@ -167,7 +175,8 @@ def generate(args: argparse.Namespace) -> None:
     limit = measure_read_bandwidth(layout.mesh)
 
     began = time.perf_counter()
-    params = model.load_params(layout, dtype, args.layers, progress=not args.quiet)
+    quantization = model.quantization_for(quantization)
+    params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,
         params,
@@ -176,6 +185,8 @@ def generate(args: argparse.Namespace) -> None:
         layers=args.layers,
         collectives=collectives,
         kernels=chosen_kernels(args.kernels),
+        cache_dtype=chosen_kv_dtype(args.kv_dtype),
+        quantization=quantization,
     )
     load_s = opened + time.perf_counter() - began
 
@@ -206,6 +217,10 @@ def generate(args: argparse.Namespace) -> None:
         print("\n" + "\n".join(report_lines(facts)), file=text_out)
     if args.json:
         write_json(args.json, facts)
+
+
+def _quantised(quantization: Quantization) -> str:
+    return "" if quantization == WIDE else f" ({quantization.describe()})"
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

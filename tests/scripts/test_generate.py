@@ -148,6 +148,16 @@ def test_bf16_halves_the_bytes(measured: Callable[..., dict[str, Any]], tiny: Pa
     assert found["generated_tokens"] == 6
 
 
+def test_the_cache_may_be_smaller(measured: Callable[..., dict[str, Any]], tiny: Path) -> None:
+    """int8: a quarter of the float32 bytes, and 4 bytes of scale a position and head."""
+    options = ("--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "4")
+    wide, small = measured(*options), measured(*options, "--kv-dtype", "int8")
+    assert (wide["kv_dtype"], small["kv_dtype"]) == ("float32", "int8")
+    numbers = wide["step_cache_bytes_per_device"] // 4
+    assert small["step_cache_bytes_per_device"] == numbers + numbers // CONFIG.head_dim * 4
+    assert small["step_weight_bytes_per_device"] == wide["step_weight_bytes_per_device"]
+
+
 def test_one_token_has_no_step_to_time(command: Run, tiny: Path, tmp_path: Path) -> None:
     options = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1", "--json", tmp_path / "x.json"]
     status, out, _ = command(*options)
