@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -71,8 +72,10 @@ def run_many(
     continuation: Sequence[bool],
     progress: bool,
     done: Callable[[int, Completion], None],
-) -> ManyRun:
+) -> ManyRun | None:
     """Complete every prompt, ``batch`` at a time at most; see ``decode.text.TextGeneration`` for the rest.
+
+    None on every process but 0, which does what process 0 decides.
 
     done: called for each prompt in the order given, once it and all before it have ended.
 
@@ -80,6 +83,9 @@ def run_many(
         NumericsError, EngineError: as the engine ends a request.
     """
     engine = Engine(decoder, EngineOptions(max_batch=batch, max_len=max_len, max_queue=len(prompts)))
+    if jax.process_index() != 0:
+        engine.follow()
+        return None
     engine.start()
     completions = [Completion(len(prompt)) for prompt in prompts]
     rows = [

@@ -60,7 +60,7 @@ from sharding.mesh import check_every_process_has_a_device, make_mesh
 from sharding.self_check import check_mesh
 
 GROUPED = 32
-"""Up to so many prompts run in groups of ``--batch``, each timed; more, on one process, run through the engine."""
+"""Up to so many prompts run in groups of ``--batch``, each timed; more run through the engine."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -203,8 +203,10 @@ def generate(args: argparse.Namespace) -> None:
     # With --json -, standard output holds JSON alone, and --quiet drops the rest.
     text_out = sys.stdout if args.json != "-" else None if args.quiet else sys.stderr
     screen = _Screen(text_out, alone=len(prompts) == 1, bare=args.quiet)
-    if len(prompts) > max(GROUPED, args.batch) and layout.processes == 1:
+    if len(prompts) > max(GROUPED, args.batch):
         many = _run_many(args, decoder, tokenizer, prompts, max_len, sampling, screen)
+        if many is None:
+            return
         facts = _many_facts(args, decoder, max_len, prompts, many, cache, load_s, sampling)
         if not args.quiet:
             lines = [f"load      {load_s:.2f} s", f"compile   {decoder.compile_s:.2f} s ({cache.describe()})"]
@@ -245,7 +247,7 @@ def _run_many(
     max_len: int,
     sampling: SamplingParams,
     screen: _Screen,
-) -> ManyRun:
+) -> ManyRun | None:
     """Every prompt through the engine. Texts are shown as they end, or after the bar where both are on a terminal."""
     held = screen.out is not None and screen.out.isatty() and sys.stderr.isatty() and not args.quiet
     many = run_many(
@@ -261,7 +263,7 @@ def _run_many(
         progress=not args.quiet,
         done=lambda place, completion: None if held else screen.show_one(prompts[place], completion),
     )
-    if held:
+    if held and many is not None:
         for prompt, completion in zip(prompts, many.completions, strict=True):
             screen.show_one(prompt, completion)
     return many
