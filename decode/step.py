@@ -73,7 +73,7 @@ class Programs:
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
     ):
-        self.config, self.layout, self.collectives = config, layout, collectives
+        self.config, self.layout, self.collectives, self.kernels = config, layout, collectives, kernels
         self.stacked = layers == "scan"
         build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
         model = build(matmul=kernels, collectives=Collectives("psum"))
