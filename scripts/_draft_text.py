@@ -132,7 +132,8 @@ def write_round(
 ) -> TextPool:
     """One batch of the teacher's text. A model without a chat template continues a random token instead.
 
-    ``first`` is how many rows came before. Every second round is greedy, the others are sampled at ``WARM``; a model without a chat template always samples.
+    ``first`` is how many rows came before. Every second round is greedy, the others are sampled at ``WARM``; a model
+    without a chat template always samples.
     """
     stops = tokenizer.stop_token_ids
     if tokenizer.has_chat_template:

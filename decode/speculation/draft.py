@@ -46,7 +46,11 @@ class DraftModel:
             self._cut = self._cut_head(vocabulary)
 
     def check(self, target: LlamaConfig) -> None:
-        draft = self.decoder.config
+        self.check_config(self.decoder.config, target)
+
+    @staticmethod
+    def check_config(draft: LlamaConfig, target: LlamaConfig) -> None:
+        """Raise SpeculationError where such a draft cannot serve ``target``."""
         if draft.vocab_size != target.vocab_size:
             raise SpeculationError(
                 f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {target.vocab_size}: a "
