@@ -64,7 +64,7 @@ def step_facts(
 
 
 def report_lines(facts: dict[str, Any], timed: str = "TPOT") -> list[str]:
-    """The short report of ``scripts.generate``, from its JSON fields. ``timed`` names what ``tpot_s`` is the time of."""
+    """The short report of ``scripts.generate``, from its JSON fields. ``timed`` names what ``tpot_s`` times."""
     devices = facts["tp"]
     each = " a device" if devices > 1 else ""
     lines = [

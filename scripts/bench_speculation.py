@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from decode.decoder import Decoder
 from decode.speculation.control import Tally
 from decode.speculation.decoder import SpeculativeDecoder
@@ -63,11 +61,11 @@ HEAD = ["prompt", "mode", "tokens/s", "gain", "predicted", "accepted", "by place
 COLUMNS = f"""\
 tokens/s     decoded tokens a second after the first, median over the rounds, and their range
 gain         that over plain decoding's of the same round, median
-predicted    the gain by the closed form of roofline.speculation: from the share of proposals that stood, how many passes
-             ran with how many, and what a pass of each kind takes here
+predicted    the gain by the closed form of roofline.speculation: from the share of proposals that stood, how many
+             passes ran with how many, and what a pass of each kind takes here
 accepted     proposals that stood, of those whose predecessors stood; by place: first, second...
 tokens/pass  tokens that a pass of the model gave, plain steps among the passes
-{ELSEWHERE}     the gain predicted there from the same acceptance, in bf16, with the best k up to --k
+{ELSEWHERE}         the gain predicted there from the same acceptance, in bf16, with the best k up to --k
 text         same: token for token that of plain decoding; else the token at which it left it"""
 
 
@@ -237,9 +235,9 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The results for people: what was run, a row for each, and what the columns mean."""
     device = run["device"]
     title = (
-        f"{run['model']} in {run['dtype']}, tp={run['tp']}, k up to {run['k']}, {run['max_new_tokens']} tokens at most, "
-        f"{run['rounds']} rounds;\n{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax "
-        f"{run['versions']['jax']}"
+        f"{run['model']} in {run['dtype']}, tp={run['tp']}, k up to {run['k']}, {run['max_new_tokens']} tokens at "
+        f"most, {run['rounds']} rounds;\n{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, "
+        f"jax {run['versions']['jax']}"
     )
     cells = [HEAD, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
