@@ -5,6 +5,7 @@ Several passes run in one dispatch, and nothing eager between them. Where no row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,16 @@ class Passes(NamedTuple):
     accepted: jax.Array
 
 
+class _Carry(NamedTuple):
+    """What goes round the loop."""
+
+    index: jax.Array
+    cache: KVCache
+    standing: Standing
+    out: Passes
+    proposal: Proposal
+
+
 def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm) -> Callable[..., Any]:
     """(params, cache, leaves, standing, stop_ids [n], passes [], values) -> (cache, standing, Passes).
 
@@ -92,26 +103,27 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             wide = [jnp.pad(x, ((0, 0), (0, k))) for x in (verdict.tokens, verdict.logprobs)]
             return cache, Verdict(wide[0], wide[1], verdict.accepted)
 
-        def more(carry: tuple[jax.Array, KVCache, Standing, Passes]) -> jax.Array:
-            return (carry[0] < passes) & ~jnp.all(carry[2].rows.done)
+        def more(carry: _Carry) -> jax.Array:
+            return (carry.index < passes) & ~jnp.all(carry.standing.rows.done)
 
-        def one(
-            carry: tuple[jax.Array, KVCache, Standing, Passes],
-        ) -> tuple[jax.Array, KVCache, Standing, Passes]:
-            index, cache, (rows, history, state), out = carry
+        def proposed(carry: _Carry) -> jax.Array:
+            return jnp.any(carry.proposal.count > 0)
+
+        def propose(carry: _Carry) -> _Carry:
+            rows, history, state = carry.standing
+            with jax.named_scope("propose"):
+                state, proposal = proposer.propose(leaves, state, rows, history, k, values, form)
+            proposal = proposal._replace(count=jnp.where(rows.done, 0, proposal.count))
+            return carry._replace(standing=Standing(rows, history, state), proposal=proposal)
+
+        def one(check: Callable[..., tuple[KVCache, Verdict]], carry: _Carry) -> _Carry:
+            index, cache, (rows, history, state), out, proposal = carry
             active = ~rows.done
             seen = rows.seen
             if seen is not None:
                 seen = _mark(seen, rows.token[:, None], active[:, None])
-            with jax.named_scope("propose"):
-                state, proposal = proposer.propose(leaves, state, rows, history, k, values, form)
-            proposal = proposal._replace(count=jnp.where(active, proposal.count, 0))
             with jax.named_scope("verify"):
-                if proposer.always:
-                    cache, verdict = check(cache, rows, seen, proposal)
-                else:
-                    some = jnp.any(proposal.count > 0)
-                    cache, verdict = lax.cond(some, check, plain, cache, rows, seen, proposal)
+                cache, verdict = check(cache, rows, seen, proposal)
             slots = jnp.arange(k + 1, dtype=jnp.int32)[None]
             emitted = verdict.accepted + 1
             stops = jnp.any(verdict.tokens[..., None] == stop_ids, axis=-1) & (slots < emitted[:, None])
@@ -139,7 +151,15 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
                 rows.done | stopped | (length + 1 >= rows.end),
                 seen,
             )
-            return index + 1, cache, Standing(rows, history, state), out
+            return _Carry(index + 1, cache, Standing(rows, history, state), out, proposal)
+
+        def runs(check: Callable[..., tuple[KVCache, Verdict]], goes_on: Callable[[_Carry], jax.Array]) -> Any:
+            """Passes of one kind, for as long as it is the one that is wanted."""
+            return functools.partial(
+                lax.while_loop, lambda carry: more(carry) & goes_on(carry), lambda carry: propose(one(check, carry))
+            )
+
+        verifying, stepping = runs(check, proposed), runs(plain, lambda carry: ~proposed(carry))
 
         out = Passes(
             jnp.full((MAX_PASSES, B, k + 1), -1, jnp.int32),
@@ -147,8 +167,19 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             jnp.full((MAX_PASSES, B), -1, jnp.int32),
             jnp.full((MAX_PASSES, B), -1, jnp.int32),
         )
-        _, cache, standing, out = lax.while_loop(more, one, (jnp.int32(0), cache, standing, out))
-        return cache, standing, out
+        nothing = Proposal(jnp.zeros((B, k), jnp.int32), jnp.zeros(B, jnp.int32), None)
+        carry = _Carry(jnp.int32(0), cache, standing, out, nothing)
+        if proposer.always:
+
+            def step(carry: _Carry) -> _Carry:
+                # What was proposed ends with its pass: a draft's distributions are large.
+                return one(check, propose(carry))._replace(proposal=nothing)
+
+            carry = lax.while_loop(more, step, carry)
+        else:
+            # Two loops and not a condition: XLA copies the cache into a branch, and a loop works in place.
+            carry = lax.while_loop(more, lambda carry: stepping(verifying(carry)), propose(carry))
+        return carry.cache, carry.standing, carry.out
 
     batch: Any = programs.layout.spec(BATCH)
     rows = Rows(batch, batch, batch, batch, programs._seen_spec(form))
