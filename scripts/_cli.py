@@ -19,6 +19,7 @@ from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
+from decode.speculation.proposer import SpeculationError
 from kernels import native
 from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
@@ -53,6 +54,7 @@ USER_ERRORS = (
     QuantizationError,
     RooflineError,
     SamplingError,
+    SpeculationError,
     TokenizerError,
     UsageError,
     OSError,
