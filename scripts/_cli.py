@@ -268,6 +268,17 @@ def not_negative(text: str) -> int:
     return _integer(text, 0)
 
 
+def positive_number(text: str) -> float:
+    """argparse type: a number above 0, at most a million."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0, and at most 1000000")
+    return value
+
+
 def integers(text: str) -> list[int]:
     """argparse type: integers of at least 1, separated by commas; one given twice counts once."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))

@@ -26,6 +26,7 @@ from scripts._cli import (
     integers,
     not_negative,
     positive,
+    positive_number,
     run_command,
     write_file,
     write_json,
@@ -55,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument("--concurrency", type=integers, metavar="N,...", help="closed loop: requests open at once")
     size = load.add_mutually_exclusive_group()
     size.add_argument("--requests", type=positive, metavar="N", help="requests of each run (default 64)")
-    size.add_argument("--duration", type=_seconds, metavar="SECONDS", help="with --rate: arrivals for so long")
+    size.add_argument("--duration", type=positive_number, metavar="SECONDS", help="with --rate: arrivals for so long")
     load.add_argument(
         "--prompt-tokens",
         type=lengths,
@@ -86,11 +87,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     load.add_argument("--warmup", type=not_negative, default=2, metavar="N", help="requests ahead, not counted")
     load.add_argument("--seed", type=not_negative, default=0, help="another seed, other prompts (default 0)")
-    load.add_argument("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of a request (default 600)")
+    load.add_argument(
+        "--timeout", type=positive_number, default=600.0, metavar="SECONDS", help="of a request (default 600)"
+    )
 
     goal = p.add_argument_group("targets of goodput")
-    goal.add_argument("--ttft-slo", type=_seconds, metavar="MS", help="time to first token, in milliseconds")
-    goal.add_argument("--tpot-slo", type=_seconds, metavar="MS", help="time per output token, in milliseconds")
+    goal.add_argument("--ttft-slo", type=positive_number, metavar="MS", help="time to first token, in milliseconds")
+    goal.add_argument("--tpot-slo", type=positive_number, metavar="MS", help="time per output token, in milliseconds")
 
     out = p.add_argument_group("output")
     out.add_argument("--label", help="what to call this server in a plot (default: the model's name)")
@@ -210,17 +213,7 @@ def _earlier(path: str) -> dict[str, Any]:
 
 
 def _rates(text: str) -> list[float]:
-    return [_seconds(part) for part in text.split(",")]
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0, and at most 1000000")
-    return value
+    return [positive_number(part) for part in text.split(",")]
 
 
 def _json_object(text: str) -> dict[str, Any]:
