@@ -77,25 +77,59 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     limits = EngineOptions()
     batch = parser.add_argument_group("batching")
-    batch.add_argument("--max-batch", type=positive, default=limits.max_batch, metavar="N",
-                       help=f"requests that run together at most (default {limits.max_batch})")  # fmt: skip
-    batch.add_argument("--max-len", type=positive, metavar="N",
-                       help="positions of a request, prompt and output (default: the model's, at most 8192)")  # fmt: skip
-    batch.add_argument("--page-size", type=positive, default=limits.page_size, metavar="N",
-                       help=f"positions of a cache page (default {limits.page_size})")  # fmt: skip
+    batch.add_argument(
+        "--max-batch",
+        type=positive,
+        default=limits.max_batch,
+        metavar="N",
+        help=f"requests that run together at most (default {limits.max_batch})",
+    )
+    batch.add_argument(
+        "--max-len",
+        type=positive,
+        metavar="N",
+        help="positions of a request, prompt and output (default: the model's, at most 8192)",
+    )
+    batch.add_argument(
+        "--page-size",
+        type=positive,
+        default=limits.page_size,
+        metavar="N",
+        help=f"positions of a cache page (default {limits.page_size})",
+    )
     batch.add_argument("--pages", type=positive, metavar="N", help="pages of the cache (default: for a full batch)")
-    batch.add_argument("--token-budget", type=positive, default=limits.token_budget, metavar="N",
-                       help=f"prompt tokens that share a step with decodes (default {limits.token_budget})")  # fmt: skip
+    batch.add_argument(
+        "--token-budget",
+        type=positive,
+        default=limits.token_budget,
+        metavar="N",
+        help=f"prompt tokens that share a step with decodes (default {limits.token_budget})",
+    )
     batch.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
-    batch.add_argument("--max-queue", type=not_negative, default=limits.max_queue, metavar="N",
-                       help=f"requests that wait at most (default {limits.max_queue})")  # fmt: skip
+    batch.add_argument(
+        "--max-queue",
+        type=not_negative,
+        default=limits.max_queue,
+        metavar="N",
+        help=f"requests that wait at most (default {limits.max_queue})",
+    )
 
     bounds = Limits()
     one = parser.add_argument_group("limits of one request")
-    one.add_argument("--max-body-mib", type=positive_number, default=bounds.body_bytes / MEBIBYTE, metavar="N",
-                     help=f"its body, in MiB (default {bounds.body_bytes / MEBIBYTE:g})")  # fmt: skip
-    one.add_argument("--max-choices", type=positive, default=bounds.choices, metavar="N",
-                     help=f"sequences it makes, prompts times n (default {bounds.choices})")  # fmt: skip
+    one.add_argument(
+        "--max-body-mib",
+        type=positive_number,
+        default=bounds.body_bytes / MEBIBYTE,
+        metavar="N",
+        help=f"its body, in MiB (default {bounds.body_bytes / MEBIBYTE:g})",
+    )
+    one.add_argument(
+        "--max-choices",
+        type=positive,
+        default=bounds.choices,
+        metavar="N",
+        help=f"sequences it makes, prompts times n (default {bounds.choices})",
+    )
 
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")

@@ -28,16 +28,17 @@ class Live:
     port: int
     stop: Callable[[], None]
     thread: threading.Thread
+    http: httpx.Client
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", timeout=PATIENCE_S, **options)
+        return self.http.post(f"{self.url}/v1/{path}", **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=PATIENCE_S, **options)
+        return self.http.get(f"{self.url}{path}", **options)
 
 
 @contextmanager
@@ -60,7 +61,8 @@ def live_server(engine: EngineLike, tokenizer: Tokenizer, **options: Any) -> Ite
     thread.start()
     try:
         assert listening.wait(PATIENCE_S)
-        yield Live(service, engine, port, lambda: stop(), thread)
+        with httpx.Client(timeout=PATIENCE_S, trust_env=False) as http:
+            yield Live(service, engine, port, lambda: stop(), thread, http)
     finally:
         if thread.is_alive():
             stop()
