@@ -162,7 +162,8 @@ class Service:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # All are compared, each in constant time: how long it takes tells nothing.
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        raw = given.strip().encode("latin-1")  # as headers are decoded
+        matches = [hmac.compare_digest(raw, key) for key in self._api_keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,

@@ -117,7 +117,7 @@ class GenerationRequest(_Strict):
     def _check_bias(cls, bias: dict[str, float]) -> dict[str, float]:
         for key in bias:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ValueError(f"{key!r} is not a token id")
+                raise ValueError(f"{key[:20]!r} is not a token id")
         return bias
 
     @model_validator(mode="after")
