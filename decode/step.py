@@ -74,7 +74,7 @@ class Programs:
         kernels: str | None = None,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
-        self.stacked = layers == "scan"
+        self.stacked, self.kernels = layers == "scan", kernels
         build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
         model = build(matmul=kernels, collectives=Collectives("psum"))
         decoding = build(matmul=kernels, collectives=collectives)

@@ -25,7 +25,14 @@ import jaxlib
 
 from kernels.cache_dir import cache_dir
 
-TARGETS = ("shardstream_matmul", "shardstream_normed_matmul", "shardstream_normed_gate", "shardstream_cache_attention")
+TARGETS = (
+    "shardstream_matmul",
+    "shardstream_normed_matmul",
+    "shardstream_normed_gate",
+    "shardstream_cache_attention",
+    "shardstream_paged_attention",
+    "shardstream_paged_write",
+)
 """The symbols of the library, which are also the names XLA calls them by."""
 
 COMPILERS = ("c++", "g++", "clang++")

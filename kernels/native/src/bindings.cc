@@ -262,6 +262,8 @@ ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
 }  // namespace
 }  // namespace shardstream
 
+#include "paged_bindings.h"
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_matmul, shardstream::Guard<shardstream::MatMul>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
