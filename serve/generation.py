@@ -45,6 +45,7 @@ class Generation:
         self._began = began
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[int] = set()
+        self._fault: Exception | None = None  # of an event; who sends a stream tells it to the client and goes on
 
     def __enter__(self) -> Generation:
         loop = asyncio.get_running_loop()
@@ -70,10 +71,9 @@ class Generation:
             index, event = await self._events.get()
             if index not in self._open:  # tokens decoded past a stop string before the engine heard of it
                 continue
-            if event.error is not None:
-                raise event.error
-            if event.finish_reason == "cancelled":
-                raise EngineError("the request was cancelled by the server")
+            if event.error is not None or event.finish_reason == "cancelled":
+                self._fault = event.error or EngineError("the request was cancelled by the server")
+                raise self._fault
             choice = self.choices[index]
             delta = choice.take(event)
             if index not in first:
@@ -110,6 +110,7 @@ class Generation:
         for index, ticket in enumerate(self.tickets):
             if index in self._open:
                 self._engine.cancel(ticket.id)
+        error = self._fault or error
         unfinished = len(self._requests) - sum(choice.finish_reason is not None for choice in self.choices)
         if unfinished:
             refused = isinstance(error, RefusedError)
