@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from decode.batching.request import RequestError
 from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
@@ -48,6 +49,7 @@ USER_ERRORS = (
     MeshFaultError,
     NumericsError,
     PromptError,
+    RequestError,
     RooflineError,
     SamplingError,
     TokenizerError,

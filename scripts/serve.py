@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -153,8 +154,13 @@ def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     keys = _api_keys(args)
     cache = set_up(args.cpu_devices)
+    if jax.process_count() > 1:
+        raise UsageError(
+            "the batching engine runs in one process so far; serve on the devices of one host, or start a server on each "
+            "host behind a router (docs/scale-out.md)"
+        )
     # The address is taken before anything slow, and not yet listened at.
-    held = bind(args.host, args.port) if jax.process_index() == 0 else None
+    held = bind(args.host, args.port)
     model = open_model(args.model)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_every_process_has_a_device(layout.mesh)
@@ -180,9 +186,6 @@ def run(args: argparse.Namespace) -> None:
         kernels=chosen_kernels(args.kernels),
     )
     engine = Engine(decoder, _engine_options(args))
-    if held is None:
-        engine.follow()
-        return
     limits = Limits(body_bytes=int(args.max_body_mib * MEBIBYTE), choices=args.max_choices)
     service = Service(engine, tokenizer, args.served_name or args.model, api_keys=keys, limits=limits)
     try:
@@ -221,8 +224,12 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
         on_listening=lambda: print(f"listening at {url}", flush=True),
         stop=stop,
     )
-    if starting.done():
-        starting.result()
+    if not starting.done():
+        # Nothing was taken on, and a compilation cannot be interrupted: waiting for it would only look like a hang.
+        _say(args, "stopped while compiling")
+        sys.stdout.flush()
+        os._exit(0)
+    starting.result()
     return answered
 
 
