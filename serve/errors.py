@@ -53,8 +53,8 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def internal(message: str) -> ApiError:
-    """500: a fault of ours."""
-    return ApiError(500, message, kind=SERVER, code="internal_error")
+    """500: a fault of ours, after which uvicorn closes the connection."""
+    return ApiError(500, message, kind=SERVER, code="internal_error", headers={"Connection": "close"})
 
 
 def of_validation(error: ValidationError) -> ApiError:
