@@ -119,7 +119,7 @@ class Scheduler:
             if job.left == 0:
                 sampled.append((job, job.length))
                 job.in_flight += 1
-            self._name_pages(job)
+            self._name_pages(job, job.computed)
         R, C = self.shapes.fit(max(1, len(sampled)), sum(_padded(piece.count) for piece in pieces))
         context = sum(piece.start + 1 for piece in rows)
         context += sum((piece.start + piece.count) * -(-piece.count // TILE) for piece in pieces)
@@ -157,7 +157,7 @@ class Scheduler:
             elif len(job.tokens) - job.prompt_len >= job.request.max_new_tokens:
                 reason = "length"
             if reason is None:
-                self._name_pages(job)
+                self._name_pages(job, job.computed)
                 self.deliver(job, Event(token, logprob, top, None, None, now))
             else:
                 self._count_finished(job)
@@ -206,8 +206,13 @@ class Scheduler:
         return pieces
 
     def _piece(self, job: Job, room: int) -> Piece | None:
+        """The next positions of a job's prompt. The pages that they fill can be shared from now on, in this very step:
+        in every layer a step writes before it reads."""
         count = min(job.left, room)
-        return Piece(job, job.computed, count) if count > 0 else None
+        if count <= 0:
+            return None
+        self._name_pages(job, job.computed + count)
+        return Piece(job, job.computed, count)
 
     def _admitted(self, room: int, rows: int, now: float) -> list[Piece]:
         """The first pieces of waiting jobs that may join, in order; the first that may not holds up the rest."""
@@ -271,9 +276,9 @@ class Scheduler:
             before = job.names[-1] if job.names else self._root
             job.names.append(chain(before, job.tokens[at : at + self.page_size]))
 
-    def _name_pages(self, job: Job) -> None:
-        """Tell the pool of pages that are full, by steps that are sent, of tokens that are known."""
-        full = min(job.computed, len(job.tokens)) // self.page_size
+    def _name_pages(self, job: Job, computed: int) -> None:
+        """Tell the pool of pages that positions 0..computed fill, as far as their tokens are known."""
+        full = min(computed, len(job.tokens)) // self.page_size
         if not self.pool.keep or full <= job.named:
             return
         self._extend_names(job, full)

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from decode.batching.paged_cache import TILE
 
-FEW_ROWS = 4
-"""Steps with prompt tokens have room for so many rows, or for the whole batch."""
-
-PROMPT_STEP = 4
-"""Each size of the prompt part is so many times the one before."""
+MIXED_STEP = 4
+"""In steps with prompt tokens, each number of rows and each size of the prompt part is so many times the last one."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +23,17 @@ class Shapes:
 
     @classmethod
     def of(cls, max_batch: int, token_budget: int) -> Shapes:
-        """Powers of two up to ``max_batch`` rows; tiles, in steps of ``PROMPT_STEP`` up to ``token_budget`` tokens."""
+        """Rows by twos, with prompts by ``MIXED_STEP``, up to ``max_batch``; prompt tokens up to ``token_budget``."""
         rows = [1]
         while rows[-1] < max_batch:
             rows.append(min(2 * rows[-1], max_batch))
         largest = -(-token_budget // TILE) * TILE
         prompt = [largest]
         while prompt[0] > TILE:
-            prompt.insert(0, max(TILE, prompt[0] // PROMPT_STEP // TILE * TILE))
-        mixed = sorted({min(FEW_ROWS, max_batch), max_batch})
+            prompt.insert(0, max(TILE, prompt[0] // MIXED_STEP // TILE * TILE))
+        mixed = [min(MIXED_STEP, max_batch)]
+        while mixed[-1] < max_batch:
+            mixed.append(min(MIXED_STEP * mixed[-1], max_batch))
         return cls(tuple(rows), tuple(mixed), tuple(prompt))
 
     def all(self) -> list[tuple[int, int]]:

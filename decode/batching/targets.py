@@ -15,6 +15,9 @@ from roofline.step_time import StepTimeFit
 MARGIN = 0.9
 """The share of a target that is planned with; the rest is for what the prediction does not know."""
 
+BORROWED = 0.5
+"""The part of a request's future lead over its TPOT target that prompts may use up now."""
+
 LEARNING = 0.1
 """How much the newest request moves the average output length and prompt length."""
 
@@ -72,8 +75,8 @@ class Targets:
     def room_for_prompt(self, rows: Sequence[Job], positions: int, now: float, busy_until: float) -> int:
         """Prompt tokens that may ride on a step beside the decodes of ``rows`` without making one of them late.
 
-        A request's tokens are due one every ``tpot_s`` after its first; what it is ahead of that may be spent. One that
-        cannot be in time any more holds nobody up.
+        A request's tokens are due one every ``tpot_s`` after its first; what it is ahead of that may be spent, and
+        ``BORROWED`` of what it will gain by its expected end. One that cannot be in time any more holds nobody up.
         """
         most = self.shapes.prompt[-1]
         if self.tpot_s is None or not rows:
@@ -87,8 +90,10 @@ class Targets:
             last = job.first_at + (job.request.max_new_tokens - 1) * self.tpot_s
             if start + (job.request.max_new_tokens - job.sampled) * alone > last:
                 continue
-            due = job.first_at + job.sampled * self.tpot_s
-            spare = due - start if spare is None else min(spare, due - start)
+            expected = min(job.request.max_new_tokens, self._output or job.request.max_new_tokens)
+            gain = max(0.0, expected - job.sampled) * max(0.0, self.tpot_s - alone)
+            own = job.first_at + job.sampled * self.tpot_s - start + BORROWED * gain
+            spare = own if spare is None else min(spare, own)
         if spare is None:
             return most
         return max((size for size in self.shapes.prompt if self.step_s(len(rows), size, positions) <= spare), default=0)
