@@ -82,11 +82,13 @@ class CompletionReply(_Base):
     def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        tops = [dict.fromkeys([(token.token, token.logprob), *reversed(token.top)]) for token in tokens]
+        tops = [
+            dict(token.top) | {token.token: token.logprob} for token in tokens
+        ]  # the chosen one, whether best or not
         return {
             "tokens": [self._label(token.token) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{self._label(token): _finite(value) for token, value in top} for top in tops]
+            "top_logprobs": [{self._label(token): _finite(value) for token, value in top.items()} for top in tops]
             if self.logprobs
             else None,
             "text_offset": [token.offset for token in tokens],
