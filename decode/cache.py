@@ -9,7 +9,8 @@ out-of-range write silently.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from kernels.cache_attention import Partial, cache_attention
+from kernels.cache_attention import Partial, Scales, cache_attention
+from kernels.cache_attention.scaled import FP8, LIMITS, quantize
 from model.config import LlamaConfig
 from sharding.collectives import axis_size
 from sharding.layout import Layout
@@ -40,10 +42,15 @@ class CacheOverflowError(ValueError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values, each a list of [layers, B, K, S, H] arrays: one a layer, or one stack."""
+    """Keys and values, each a list of [layers, B, K, S, H] arrays: one a layer, or one stack.
+
+    An int8 or fp8 cache has scales beside them, one a position and head: float32 [layers, B, K, S]. Others have none.
+    """
 
     keys: list[jax.Array]
     values: list[jax.Array]
+    key_scales: list[jax.Array] = field(default_factory=list)
+    value_scales: list[jax.Array] = field(default_factory=list)
 
     def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
         """Store k and v [B, T, K, H] at int32 positions [B, T]: a run of T for each row.
@@ -52,10 +59,9 @@ class KVCache:
         for every row (prefill pieces).
         """
         array, slot_layer = self._place(layer)
-        keys, values = list(self.keys), list(self.values)
-        keys[array] = _write(keys[array], slot_layer, k, positions)
-        values[array] = _write(values[array], slot_layer, v, positions)
-        return KVCache(keys, values)
+        keys, key_scales = _store(self.keys, self.key_scales, array, slot_layer, k, positions)
+        values, value_scales = _store(self.values, self.value_scales, array, slot_layer, v, positions)
+        return KVCache(keys, values, key_scales, value_scales)
 
     def attend(
         self,
@@ -78,6 +84,7 @@ class KVCache:
             offset=lax.axis_index(KV_SEQ),
             platform=platform,
             implementation=implementation,
+            scales=Scales(self.key_scales[array], self.value_scales[array]) if self.key_scales else None,
         )
 
     def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:
@@ -88,23 +95,42 @@ class KVCache:
         return layer, 0
 
 
+def _store(
+    arrays: list[jax.Array],
+    scales: list[jax.Array],
+    array: int,
+    layer: jax.Array | int,
+    new: jax.Array,
+    positions: jax.Array,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The arrays and scales with ``new`` [B, T, K, H] written to one of them."""
+    arrays, scales = list(arrays), list(scales)
+    if scales:
+        new, own = quantize(new, _numbers(arrays[array].dtype))
+        scales[array] = _write(scales[array], layer, own, positions)
+    arrays[array] = _write(arrays[array], layer, _to_storage(new, arrays[array].dtype), positions)
+    return arrays, scales
+
+
 def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: jax.Array) -> jax.Array:
-    B, T, K, H = new.shape
+    """new [B, T, K, H] into cache [L, B, K, S, H]; or, for scales, [B, T, K] into [L, B, K, S]."""
+    B, T, K, *entry = new.shape
     members, me = axis_size(KV_SEQ), lax.axis_index(KV_SEQ)
-    new = _to_storage(new.transpose(0, 2, 1, 3), cache.dtype)[None]  # [1, B, K, T, H]
+    new = jnp.swapaxes(new, 1, 2)[None]  # [1, B, K, T, H]
+    at_start = [0] * len(entry)
     if T > 1:
         if members > 1:
-            by_member = new.reshape(1, B, K, T // members, members, H)
+            by_member = new.reshape(1, B, K, T // members, members, *entry)
             new = lax.dynamic_index_in_dim(by_member, me, 4, keepdims=False)
         slot = lax.div(positions[0, 0], np.int32(members))
-        return lax.dynamic_update_slice(cache, new, (layer, 0, 0, slot, 0))
+        return lax.dynamic_update_slice(cache, new, (layer, 0, 0, slot, *at_start))
     slots = lax.div(positions[:, 0], np.int32(members))
     mine = lax.rem(positions[:, 0], np.int32(members)) == me
     if B > UNROLLED_ROWS:
         slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
         return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
     for row in range(B):
-        at = (layer, row, 0, slots[row], 0)
+        at = (layer, row, 0, slots[row], *at_start)
         one = new[:, row : row + 1]
         if members > 1:
             held = lax.dynamic_slice(cache, at, one.shape)
@@ -113,18 +139,32 @@ def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: 
     return cache
 
 
+def has_scales(dtype: jnp.dtype) -> bool:
+    """Whether a cache of ``dtype`` keeps a scale beside each position of each head: int8 and fp8 do."""
+    return jnp.dtype(dtype) in LIMITS
+
+
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
-    """What the arrays of a cache of ``dtype`` are made of: on CPU, bf16 is kept as its uint16 bits.
+    """What the arrays of a cache of ``dtype`` are made of: on CPU, bf16 and fp8 are kept as their bits.
 
-    XLA:CPU does bf16 updates and slices in float32, which rewrites the whole cache for each new position.
+    XLA:CPU does their updates and slices in a wider float, which rewrites the whole cache for each new position.
     """
-    return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
+    dtype = jnp.dtype(dtype)
+    return {numbers: bits for bits, numbers in _BITS.items()}.get(dtype, dtype) if platform == "cpu" else dtype
 
 
-def _to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    if dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-    return x.astype(dtype)
+_BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
+"""Storage that holds bits, and of what."""
+
+
+def _numbers(storage: jnp.dtype) -> jnp.dtype:
+    """The dtype of what storage holds."""
+    return _BITS.get(jnp.dtype(storage), jnp.dtype(storage))
+
+
+def _to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
+    x = x.astype(_numbers(storage))
+    return lax.bitcast_convert_type(x, storage) if storage in _BITS else x
 
 
 def chunk_size(kv_seq: int) -> int:
@@ -180,18 +220,37 @@ def cache_arrays(config: LlamaConfig, *, stacked: bool) -> int:
     return 1 if stacked else config.num_layers
 
 
+def cache_specs(config: LlamaConfig, layout: Layout, dtype: jnp.dtype, *, stacked: bool) -> KVCache:
+    """The partition of every array of a cache of ``dtype``."""
+    specs: Any = [layout.spec(AXES)] * cache_arrays(config, stacked=stacked)
+    scales: Any = [layout.spec(AXES[:-1])] * cache_arrays(config, stacked=stacked) if has_scales(dtype) else []
+    return KVCache(specs, specs, scales, scales)
+
+
+def abstract_cache(
+    config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
+) -> KVCache:
+    """The padded, sharded shapes of a cache of ``dtype``: what a program is compiled for without one."""
+    shape = cache_shape(config, batch, max_len, layout, stacked=stacked)
+
+    def arrays(axes: tuple[str | None, ...], kind: jnp.dtype) -> Any:
+        padded = layout.padded_shape(shape[: len(axes)], axes)
+        leaf = jax.ShapeDtypeStruct(padded, kind, sharding=layout.sharding(axes))
+        return [leaf] * cache_arrays(config, stacked=stacked)
+
+    numbers = arrays(AXES, storage_dtype(dtype, layout.platform))
+    scales = arrays(AXES[:-1], jnp.dtype(jnp.float32)) if has_scales(dtype) else []
+    return KVCache(numbers, numbers, scales, scales)
+
+
 def make_cache(
     config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
     """A cache of zeros, each device making its own slice. Compiled at the first call with a shape."""
-    shape = cache_shape(config, batch, max_len, layout, stacked=stacked)
-    storage = storage_dtype(dtype, layout.platform)
-    return _zeros(shape, storage, layout.sharding(AXES), cache_arrays(config, stacked=stacked))
+    leaves, tree = jax.tree.flatten(abstract_cache(config, batch, max_len, layout, dtype, stacked=stacked))
+    return jax.tree.unflatten(tree, _zeros(tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding, count: int) -> KVCache:
-    def one() -> jax.Array:
-        return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
-
-    return KVCache([one() for _ in range(count)], [one() for _ in range(count)])
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(leaves: tuple[tuple[tuple[int, ...], jnp.dtype, NamedSharding], ...]) -> list[jax.Array]:
+    return [lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding) for shape, dtype, sharding in leaves]

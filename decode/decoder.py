@@ -11,23 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decode.cache import AXES as CACHE_AXES
 from decode.cache import (
     CacheOverflowError,
     KVCache,
+    abstract_cache,
     bucket,
-    cache_arrays,
-    cache_shape,
     capacity,
     check_fits,
     chunk_size,
     make_cache,
-    storage_dtype,
 )
 from decode.sampling import SamplingForm, SamplingParams, SamplingValues
 from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from model.quantize import WIDE, Quantization
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.layout import Layout
 from sharding.mesh import place_on_mesh
@@ -72,10 +70,11 @@ class Decoder:
         config: the model's configuration.
         params: each parameter by path, padded and sharded by ``layout`` (what ``model.checkpoint.load`` returns).
         layout: the mesh they are on.
-        dtype: float32 or bfloat16, the dtype of the parameters.
+        dtype: float32 or bfloat16, the dtype of the activations, and of the parameters that are not quantised.
         layers: "unrolled" or "scan"; must match how ``params`` is stacked.
-        cache_dtype: dtype of the KV cache; the model's when None.
+        cache_dtype: dtype of the KV cache, float32, bfloat16, int8 or float8_e4m3fn; the model's when None.
         collectives: how the devices talk in a decode step.
+        quantization: which weights are kept in fewer bits; must match how ``params`` were loaded.
         kernels: the implementation of every kernel, "xla" or "cpu_native"; each one's best for the platform when None.
     """
 
@@ -90,11 +89,14 @@ class Decoder:
         cache_dtype: Any = None,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
+        quantization: Quantization = WIDE,
     ):
         self.config, self.layout, self.dtype = config, layout, jnp.dtype(dtype)
-        self.collectives = collectives
+        self.collectives, self.quantization = collectives, quantization
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.programs = Programs(config, self.dtype, layout, layers, collectives, kernels)
+        self.programs = Programs(
+            config, self.dtype, layout, layers, collectives, kernels, self.cache_dtype, quantization
+        )
         self.params = self.programs.leaves(params)
         self.compile_s = 0.0
         self._compiled: dict[tuple[Any, ...], Any] = {}
@@ -324,10 +326,7 @@ class Decoder:
         return self._compiled[key]
 
     def _abstract_cache(self, batch: int, max_len: int) -> KVCache:
-        shape = cache_shape(self.config, batch, max_len, self.layout, stacked=self.programs.stacked)
-        leaf = self._abstract(shape, storage_dtype(self.cache_dtype, self.layout.platform), CACHE_AXES)
-        leaves = [leaf] * cache_arrays(self.config, stacked=self.programs.stacked)
-        return KVCache(leaves, leaves)
+        return abstract_cache(self.config, batch, max_len, self.layout, self.cache_dtype, stacked=self.programs.stacked)
 
     def _abstract(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None]) -> Any:
         return jax.ShapeDtypeStruct(self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes))

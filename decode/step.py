@@ -17,13 +17,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decode.cache import AXES as CACHE_AXES
-from decode.cache import KVCache, cache_arrays
+from decode.cache import KVCache, cache_specs
 from decode.sampling import SamplingForm, SamplingValues, sample
 from model.config import LlamaConfig
 from model.llama import LayersForm, Llama
+from model.quantize import WIDE, Quantization
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, tensor_index
-from sharding.layout import Layout
+from sharding.layout import Layout, LogicalAxis
 
 MAX_STEPS = 32
 """Most decode steps in one dispatch: the size of the token buffer that a dispatch returns."""
@@ -61,7 +61,9 @@ class Programs:
 
     The model is split once; programs take its parameters as a flat list of leaves, in the order of ``treedef``.
     ``collectives`` are those of decode steps. Prefill moves whole prompts, where bytes count and not hops, so there
-    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best.
+    every all-reduce is left to the compiler. ``kernels`` is the implementation of every operation, None for the best;
+    ``quantization`` says which weights are kept in fewer bits, and ``cache_dtype`` is that of the KV cache, the model's
+    when None.
     """
 
     def __init__(
@@ -72,10 +74,15 @@ class Programs:
         layers: LayersForm,
         collectives: Collectives = DEFAULT_COLLECTIVES,
         kernels: str | None = None,
+        cache_dtype: Any = None,
+        quantization: Quantization = WIDE,
     ):
         self.config, self.layout, self.collectives = config, layout, collectives
+        self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.stacked, self.kernels = layers == "scan", kernels
-        build = functools.partial(Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels)
+        build = functools.partial(
+            Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels, quantization=quantization
+        )
         model = build(matmul=kernels, collectives=Collectives("psum"))
         decoding = build(matmul=kernels, collectives=collectives)
         precise = build(matmul="xla_pieces", collectives=Collectives("psum"))
@@ -84,7 +91,7 @@ class Programs:
         self.precise_graph, _ = nnx.split(precise)
         self.shapes, self.treedef = jax.tree.flatten(state)
         variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        self.axes: list[tuple[str | None, ...]] = [variable.get_metadata()["axes"] for variable in variables]
+        self.axes: list[tuple[LogicalAxis, ...]] = [variable.get_metadata()["axes"] for variable in variables]
         paths = {id(variable): path for path, variable in nnx.to_flat_state(state)}
         self.paths = [paths[id(variable)] for variable in variables]
 
@@ -252,8 +259,7 @@ class Programs:
         return [self.layout.spec(axes) for axes in self.axes]
 
     def _cache_spec(self) -> KVCache:
-        specs: Any = [self.layout.spec(CACHE_AXES)] * cache_arrays(self.config, stacked=self.stacked)
-        return KVCache(specs, specs)
+        return cache_specs(self.config, self.layout, self.cache_dtype, stacked=self.stacked)
 
     def _seen_spec(self, form: SamplingForm) -> Any:
         return self.layout.spec(SEEN) if form.penalty else None

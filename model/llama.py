@@ -24,10 +24,13 @@ from kernels.cache_attention.partial import merge
 from kernels.matmul import matmul
 from kernels.normed_gate import gate, normed_gate
 from kernels.normed_matmul import normed_matmul
+from kernels.quantized import QuantizedWeight
 from kernels.rms_norm import normalize, sum_of_squares
 from model.config import LlamaConfig
+from model.quantize import WIDE, Quantization, WeightFormat
 from model.rope import inverse_frequencies, rope_tables, rotate
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives, axis_size, tensor_index
+from sharding.layout import InUnits, LogicalAxis
 from sharding.mesh import KV_SEQ, TENSOR
 
 LayersForm = Literal["unrolled", "scan"]
@@ -37,7 +40,8 @@ LayersForm = Literal["unrolled", "scan"]
 class Build:
     """How modules are built: the dtype of parameters, the platform the program is compiled for, how many layers are
     stacked in front of each parameter (None: one module a layer), the kernels chosen by
-    hand for products and for attention (None: the platform's best), and how devices add up their parts.
+    hand for products and for attention (None: the platform's best), how devices add up their parts, and which matrices
+    are kept in fewer bits.
     """
 
     dtype: Any
@@ -46,6 +50,7 @@ class Build:
     matmul: str | None = None
     attention: str | None = None
     collectives: Collectives = DEFAULT_COLLECTIVES
+    quantization: Quantization = WIDE
 
     def kernel(self) -> dict[str, Any]:
         """What every product is told."""
@@ -76,28 +81,62 @@ C = TypeVar("C", bound=Cache)
 
 
 class Linear(nnx.Module):
-    """A weight stored [out..., in...] for streaming, and a bias or ``None``. Leading ``stack`` layers where scanned."""
+    """A weight stored [out..., in...] for streaming, and a bias or ``None``. Leading ``stack`` layers where scanned.
+
+    Where the build keeps the module called ``name`` in fewer bits, ``weight`` holds the small numbers, and ``scales``
+    and ``offsets`` what turns them back; see ``kernels.quantized``.
+    """
 
     def __init__(
-        self, shape: Sequence[int], axes: Sequence[str | None], build: Build, *, out_dims: int = 1, bias: bool = False
+        self,
+        name: str,
+        shape: Sequence[int],
+        axes: Sequence[LogicalAxis],
+        build: Build,
+        *,
+        out_dims: int = 1,
+        bias: bool = False,
     ):
         self.build, self.out_dims = build, out_dims
-        self.weight = _param(shape, axes, build)
-        self.bias = _param(shape[:out_dims], axes[:out_dims], build) if bias else None
+        self.bias = _param(shape[:out_dims], axes[:out_dims], build.dtype, build) if bias else None
+        self.format = build.quantization.of(name)
+        if self.format is None:
+            self.weight = _param(shape, axes, build.dtype, build)
+            return
+        self.format.check_columns(name, shape[-1])
+        values, scales = _quantized_shapes(self.format, shape, axes, out_dims, build.platform)
+        self.weight = _param(*values, build)
+        self.scales = _param(*scales, build)
+        if self.format.offsets:
+            self.offsets = _param(*scales, build)
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
-        return matmul(x, self._flat(), out_dtype=out_dtype, **self.build.kernel())
+        return matmul(x, self.flat(), out_dtype=out_dtype, **self.build.kernel())
 
     def of_normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """The product of ``norm(x)``, x the residual or this device's share of it."""
         if self.build.collectives.splits_hidden():
             return self(norm(x))
-        return normed_matmul(x, norm.weight[...], norm.eps, self._flat(), **self.build.kernel())
+        return normed_matmul(x, norm.weight[...], norm.eps, self.flat(), **self.build.kernel())
 
-    def _flat(self) -> jax.Array:
-        weight = self.weight[...]
+    @property
+    def columns(self) -> int:
+        """This device's size of the last contraction axis, padding included."""
+        return self._array().shape[-1]
+
+    def flat(self) -> jax.Array | QuantizedWeight:
+        """The weight as products take it, [out, in]."""
+        weight = self._array()
+        if isinstance(weight, QuantizedWeight):
+            return weight.flat(self.out_dims)
         return weight.reshape(math.prod(weight.shape[: self.out_dims]), -1)
+
+    def _array(self) -> jax.Array | QuantizedWeight:
+        if self.format is None:
+            return self.weight[...]
+        offsets = self.offsets[...] if self.format.offsets else None
+        return QuantizedWeight(self.weight[...], self.scales[...], offsets, self.format.group)
 
 
 class RMSNorm(nnx.Module):
@@ -105,7 +144,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, eps: float, build: Build):
         self.size, self.eps, self.build = size, eps, build
-        self.weight = _param((size,), (None,), build)
+        self.weight = _param((size,), (None,), build.dtype, build)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The residual, or this device's share of it -> [B, T, D]."""
@@ -116,11 +155,12 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention. q, k and v are one product; each kv_seq member attends to its own cache positions."""
 
-    def __init__(self, config: LlamaConfig, build: Build):
+    def __init__(self, name: str, config: LlamaConfig, build: Build):
         D, K, G, H = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
         self.build, self.group, self.head_dim, bias = build, G, H, config.attention_bias
-        self.qkv = Linear((K, (G + 2) * H, D), ("kv_heads", "head_rows", None), build, out_dims=2, bias=bias)
-        self.out = Linear((D, K, G * H), (None, "kv_heads", "head_columns"), build, bias=bias)
+        rows = ("kv_heads", "head_rows", None)
+        self.qkv = Linear(f"{name}.qkv", (K, (G + 2) * H, D), rows, build, out_dims=2, bias=bias)
+        self.out = Linear(f"{name}.out", (D, K, G * H), (None, "kv_heads", "head_columns"), build, bias=bias)
 
     def __call__(
         self,
@@ -157,10 +197,10 @@ class Attention(nnx.Module):
         """
         B, T, K, G, H = partial.out.shape
         members = axis_size(KV_SEQ)
-        if members == 1:
-            return partial.finish().reshape(B, T, K, G * H)
-        columns = -(-G * H // members)
+        columns = self.out.columns
         pad = ((0, 0), (0, 0), (0, 0), (0, columns * members - G * H))
+        if members == 1:
+            return jnp.pad(partial.finish().reshape(B, T, K, G * H), pad)
         blocks = jnp.pad(partial.out.reshape(B, T, K, G * H), pad).reshape(B, T, K, members, columns)
         stats = jnp.stack([partial.max, partial.sum], axis=-1).reshape(B, T, K, 1, 2 * G)
         sent = jnp.concatenate([blocks, jnp.broadcast_to(stats, (B, T, K, members, 2 * G))], axis=-1)
@@ -176,15 +216,18 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, config: LlamaConfig, build: Build):
+    def __init__(self, name: str, config: LlamaConfig, build: Build):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.build = build
-        self.gate_up = Linear((2, F, D), (None, "ff", None), build, out_dims=2, bias=bias)
-        self.down = Linear((D, F), (None, "ff"), build, bias=bias)
+        # What one makes the other takes, so both are split in whole groups of the one that has groups along it.
+        format = build.quantization.of(f"{name}.down")
+        ff = "ff" if format is None or format.group is None else InUnits("ff", format.group)
+        self.gate_up = Linear(f"{name}.gate_up", (2, F, D), (None, ff, None), build, out_dims=2, bias=bias)
+        self.down = Linear(f"{name}.down", (D, F), (None, ff), build, bias=bias)
 
     def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """x [B, T, D] -> what to add to the residual."""
-        weight, bias = self.gate_up.weight[...], None if self.gate_up.bias is None else self.gate_up.bias[...]
+        weight, bias = self.gate_up.flat(), None if self.gate_up.bias is None else self.gate_up.bias[...]
         if self.build.collectives.splits_hidden():
             inner = gate(norm(x), weight, bias, **self.build.kernel())
         else:
@@ -198,11 +241,11 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One decoder layer: attention and MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: LlamaConfig, build: Build):
+    def __init__(self, name: str, config: LlamaConfig, build: Build):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.attention = Attention(config, build)
+        self.attention = Attention(f"{name}.attention", config, build)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.mlp = MLP(config, build)
+        self.mlp = MLP(f"{name}.mlp", config, build)
 
     def __call__(
         self,
@@ -235,18 +278,21 @@ class Llama(nnx.Module):
         matmul: str | None = None,
         attention: str | None = None,
         collectives: Collectives = DEFAULT_COLLECTIVES,
+        quantization: Quantization = WIDE,
     ):
         self.config = config
-        build = Build(dtype, platform, matmul=matmul, attention=attention, collectives=collectives)
+        build = Build(
+            dtype, platform, matmul=matmul, attention=attention, collectives=collectives, quantization=quantization
+        )
         vocabulary = ((config.vocab_size, config.hidden_size), ("vocab", None), build)
-        self.embed = Linear(*vocabulary)
+        self.embed = Linear("embed", *vocabulary)
         self.layers: nnx.List | Block
         if layers == "unrolled":
-            self.layers = nnx.List([Block(config, build) for _ in range(config.num_layers)])
+            self.layers = nnx.List([Block(f"layers.{i}", config, build) for i in range(config.num_layers)])
         else:
-            self.layers = Block(config, replace(build, stack=config.num_layers))
+            self.layers = Block("layers", config, replace(build, stack=config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.head = None if config.tie_word_embeddings else Linear(*vocabulary)
+        self.head = None if config.tie_word_embeddings else Linear("head", *vocabulary)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: C) -> tuple[jax.Array, C]:
         """Run new tokens through every layer.
@@ -277,12 +323,18 @@ class Llama(nnx.Module):
     def _look_up(self, tokens: jax.Array) -> jax.Array:
         """Rows of the vocabulary-split table: the device that holds a row sends it, all others send zeros."""
         # The barrier keeps XLA:CPU from widening the whole bf16 table to float32 ahead of the decode loop.
-        table, tokens = lax.optimization_barrier((self.embed.weight[...], tokens))
+        table, tokens = lax.optimization_barrier((self.embed.flat(), tokens))
+
+        def look_up(rows: jax.Array) -> jax.Array:
+            if isinstance(table, QuantizedWeight):
+                return table.take(rows).astype(self.norm.build.dtype)
+            return jnp.take(table, rows, axis=0, mode="clip")
+
         if axis_size(TENSOR) == 1:
-            return jnp.take(table, tokens, axis=0, mode="clip")
+            return look_up(tokens)
         local = tokens - tensor_index() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0, mode="clip")
+        rows = look_up(jnp.where(mine, local, 0))
         return self.norm.build.collectives.reduce_hidden(jnp.where(mine[..., None], rows, 0))
 
     def _scan(
@@ -298,8 +350,33 @@ class Llama(nnx.Module):
         return x, cache
 
 
-def _param(shape: Sequence[int], axes: Sequence[str | None], build: Build) -> nnx.Param:
+def _param(shape: Sequence[int], axes: Sequence[LogicalAxis], dtype: Any, build: Build) -> nnx.Param:
     """An abstract parameter: its canonical shape, dtype and logical axes, with the stack of layers in front."""
     if build.stack is not None:
         shape, axes = (build.stack, *shape), ("layers", *axes)
-    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), build.dtype), axes=tuple(axes))
+    return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), dtype), axes=tuple(axes))
+
+
+_Shape = tuple[tuple[int, ...], tuple[LogicalAxis, ...], Any]
+
+
+def _quantized_shapes(
+    format: WeightFormat, shape: Sequence[int], axes: Sequence[LogicalAxis], out_dims: int, platform: str
+) -> tuple[_Shape, _Shape]:
+    """Shape, axes and dtype of a quantised weight's values and of its scales."""
+    *lead, last = shape
+    *lead_axes, axis = axes
+    values, scales = format.values_dtype(platform), format.scales_dtype(platform)
+    if format.group is None:
+        ones = len(shape) - out_dims
+        by_row = (*shape[:out_dims], *[1] * ones), (*axes[:out_dims], *[None] * ones), scales
+        return (tuple(shape), tuple(axes), values), by_row
+    groups = -(-last // format.group)
+    split = axis.axis if isinstance(axis, InUnits) else axis
+    pack = 2 if values == jnp.uint8 else 1
+    if split is not None:  # whole groups, so that devices, and the heads of one device, can be told apart by group
+        last, axis = groups * format.group, InUnits(split, format.group // pack)
+    return (
+        ((*lead, last // pack), (*lead_axes, axis), values),
+        ((*lead, groups), (*lead_axes, split), scales),
+    )

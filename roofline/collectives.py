@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -227,9 +227,13 @@ class AlphaBeta:
 
 @dataclass(frozen=True)
 class Measured:
-    """Collectives as measured, one line for each (op, device count). See `save` for the file form."""
+    """Collectives as measured, one line for each (op, device count). See `save` for the file form.
+
+    `skew`: by device count, the share of their work that devices wait for the slowest (see `Efficiency.skew`).
+    """
 
     lines: tuple[AlphaBeta, ...]
+    skew: Mapping[int, float] = field(default_factory=dict)
 
     def time(self, op: str, nbytes: float, devices: int) -> float:
         """Seconds from the line for this op and device count.
@@ -266,8 +270,8 @@ class Measured:
         ]
 
     @classmethod
-    def from_json(cls, rows: Iterable[Mapping[str, Any]]) -> Measured:
-        """Read what `to_json` wrote. Raises RooflineError naming the row and key that is wrong."""
+    def from_json(cls, rows: Iterable[Mapping[str, Any]], skew: Iterable[Mapping[str, Any]] = ()) -> Measured:
+        """Read what `to_json` and `skew_to_json` wrote. Raises RooflineError naming the row and key that is wrong."""
         lines = []
         for index, row in enumerate(rows):
             try:
@@ -281,15 +285,27 @@ class Measured:
             if op not in OPS or devices < 1 or alpha < 0 or width <= 0:
                 raise RooflineError(f"collective row {index} is out of range: {dict(row)}; ops are {', '.join(OPS)}")
             lines.append(AlphaBeta(op, devices, alpha, width))
-        return cls(tuple(lines))
+        shares = {}
+        for index, row in enumerate(skew):
+            try:
+                shares[int(row["devices"])] = share = float(row["share"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise RooflineError(f"skew row {index} is not devices and share: {row!r}") from error
+            if share < 0:
+                raise RooflineError(f"skew row {index}: share is {share}; it must not be negative")
+        return cls(tuple(lines), shares)
+
+    def skew_to_json(self) -> list[dict[str, Any]]:
+        """A list of {devices, share}."""
+        return [{"devices": devices, "share": share} for devices, share in sorted(self.skew.items())]
 
     def save(self, path: str | Path) -> None:
-        """Write {"collectives": [...]} as JSON."""
-        Path(path).write_text(json.dumps({"collectives": self.to_json()}, indent=2) + "\n")
+        """Write {"collectives": [...], "skew": [...]} as JSON."""
+        Path(path).write_text(json.dumps({"collectives": self.to_json(), "skew": self.skew_to_json()}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Measured:
-        """Read a file written by `save`: any JSON object with a `collectives` list.
+        """Read a file written by `save`: any JSON object with a `collectives` list, and perhaps a `skew` list.
 
         Raises RooflineError when the file is not JSON or has no such list.
         """
@@ -299,4 +315,7 @@ class Measured:
             raise RooflineError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, Mapping) or not isinstance(data.get("collectives"), list):
             raise RooflineError(f"{path} has no list called 'collectives'")
-        return cls.from_json(data["collectives"])
+        skew = data.get("skew", [])
+        if not isinstance(skew, list):
+            raise RooflineError(f"{path}: skew is not a list")
+        return cls.from_json(data["collectives"], skew)

@@ -189,6 +189,19 @@ def kv_bytes_per_device(
     return batch * local * per_position * parse_kv_dtype(kv_dtype).bytes_per_number
 
 
+def kv_scale_bytes_per_device(
+    config: LlamaConfig, positions: int, kv_dtype: str | DType = "bf16", tp: int = 1, batch: int = 1
+) -> int:
+    """Bytes of the scales beside a cache of int8 or fp8: 4 for each position of each head, for K and for V.
+
+    The textbook formulas of this package leave them out; what a real cache holds and reads includes them.
+    """
+    if parse_kv_dtype(kv_dtype).bits != 8:
+        return 0
+    split = Split.of(config, tp, ())
+    return batch * -(-positions // split.kv_seq) * 2 * config.num_layers * (config.num_kv_heads // split.kv_head) * 4
+
+
 @dataclass(frozen=True)
 class Work:
     """Operations and bytes of one prefill or one decode step, on one device of `tp`.

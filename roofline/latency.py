@@ -48,7 +48,8 @@ class Terms(TermSum):
 
     `weights`, `kv`: streaming the weights and the cache (and, in a prefill, the residual stream with
     the cache). `compute`: arithmetic that does not hide behind that streaming. `collectives`: waiting
-    for other devices. `layers`, `step`: overhead paid once a layer and once a step.
+    for other devices, for their messages and (`Efficiency.skew`) for the slowest of them. `layers`,
+    `step`: overhead paid once a layer and once a step.
     """
 
     weights: float
@@ -100,6 +101,8 @@ def _terms(work: Work, case: Case, chip: Chip, efficiency: Efficiency, collectiv
     compute = max(0.0, work.linear_flops * case.weight_scale / rate - weights)
     compute += max(0.0, work.attention_flops / rate - kv)
     layers = case.config.num_layers * efficiency.layer_overhead_s
+    if case.tp > 1:
+        collectives += efficiency.skew * (weights + kv + compute)
     return Terms(weights, kv, compute, collectives, layers, efficiency.step_overhead_s)
 
 

@@ -25,6 +25,7 @@ from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
 from model.checkpoint.errors import CheckpointError
 from model.config import ConfigError
+from model.quantize import KINDS, WIDE, Quantization, QuantizationError, WeightFormat
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
 from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
@@ -34,6 +35,7 @@ from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+KV_DTYPES = {**DTYPES, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 class UsageError(ValueError):
@@ -49,6 +51,7 @@ USER_ERRORS = (
     MeshFaultError,
     NumericsError,
     PromptError,
+    QuantizationError,
     RequestError,
     RooflineError,
     SamplingError,
@@ -119,6 +122,52 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     )
 
 
+def add_quant_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--quant", choices=KINDS, help="keep the layers' matrices in fewer bits; embedding, head and norms stay wide"
+    )
+    parser.add_argument(
+        "--group",
+        type=positive,
+        metavar="N",
+        help="with --quant: values that share a scale, 32, 64 or 128 (default: int4 32, int8 and fp8 a whole row)",
+    )
+    add_quant_rule_option(parser)
+
+
+def add_quant_rule_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--quant-rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="a format of some matrices, such as embed=int8, layers.0.*=none or *.down=int8-g32; repeatable, the last "
+        "that matches decides",
+    )
+
+
+def chosen_quantization(args: argparse.Namespace) -> Quantization:
+    """``--quant``, ``--group`` and ``--quant-rule`` together."""
+    if args.quant is None:
+        if args.group is not None or args.quant_rule:
+            raise UsageError(f"--group and --quant-rule go with --quant, which is one of {', '.join(KINDS)}")
+        return WIDE
+    return Quantization.layers(WeightFormat.of(args.quant, args.group), args.quant_rule)
+
+
+def add_kv_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--kv-dtype",
+        choices=list(KV_DTYPES),
+        help="of the KV cache; int8 and fp8 keep a scale a position and head (default: that of --dtype)",
+    )
+
+
+def chosen_kv_dtype(kv_dtype: str | None) -> str | None:
+    """``--kv-dtype`` as ``Decoder`` takes it."""
+    return None if kv_dtype is None else KV_DTYPES[kv_dtype]
+
+
 def chosen_kernels(choice: str) -> str | None:
     """``--kernels`` as ``Decoder`` takes it."""
     return None if choice == "best" else choice
@@ -187,6 +236,22 @@ def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
         return CompileCache(cache_dir() / "jax")
     except RuntimeError as error:  # no home folder
         return CompileCache(None, problem=str(error))
+
+
+def weight_dtypes() -> list[str]:
+    """What a benchmark's ``--dtype`` takes: wide dtypes and quantised formats."""
+    return [
+        *DTYPES,
+        *KINDS,
+        *(f"{kind}-g{group}" for kind in ("int8", "int4") for group in (32, 64, 128)),
+    ]
+
+
+def weights_as(name: str, rules: Sequence[str]) -> tuple[str, Quantization]:
+    """One of ``weight_dtypes``: the dtype of what is wide (bf16 beside quantised matrices), and the quantisation."""
+    if name in DTYPES:
+        return DTYPES[name], WIDE
+    return DTYPES["bf16"], Quantization.layers(WeightFormat.parse(name), rules)
 
 
 def default_dtype() -> str:

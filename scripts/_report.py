@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.decoder import Decoder
-from roofline.footprint import decode_work
+from model.quantize import WIDE
+from roofline.footprint import decode_work, kv_scale_bytes_per_device
 from sharding.bandwidth import Bandwidth
 from sharding.hlo import count_collectives
 
@@ -25,16 +26,26 @@ class StepBytes:
 
 def step_bytes(decoder: Decoder, batch: int, context: int) -> StepBytes:
     """Weights that a step reads once, and the cache of ``batch`` rows that hold ``context`` positions."""
-    names = {"float32": "f32", "bfloat16": "bf16"}
+    names = {"float32": "f32", "bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "fp8"}
+    kv_dtype, tp = names[decoder.cache_dtype.name], decoder.layout.tp
     work = decode_work(
         decoder.config,
         context,
         batch=batch,
         dtype=names[decoder.dtype.name],
-        kv_dtype=names[decoder.cache_dtype.name],
-        tp=decoder.layout.tp,
+        kv_dtype=kv_dtype,
+        tp=tp,
     )
-    return StepBytes(int(work.weight_bytes), int(work.kv_bytes))
+    weights = int(work.weight_bytes)
+    if decoder.quantization != WIDE:
+        # What is held is what is read, save for the embedding table, of which a step reads a row for each token.
+        weights = sum(
+            leaf.addressable_shards[0].data.nbytes
+            for path, leaf in zip(decoder.programs.paths, decoder.params, strict=True)
+            if path[0] != "embed" or decoder.config.tie_word_embeddings
+        )
+    scales = kv_scale_bytes_per_device(decoder.config, context, kv_dtype, tp, batch)
+    return StepBytes(weights, int(work.kv_bytes) + scales)
 
 
 def held_weight_bytes(decoder: Decoder) -> int:
@@ -57,6 +68,8 @@ def step_facts(
         "limit_samples_gb_per_s": [sample / 1e9 for sample in limit.samples],
         "limit_fraction": None if achieved is None else achieved / (limit.per_device / 1e9),
         "tp": decoder.layout.tp,
+        "quantization": decoder.quantization.to_json(),
+        "kv_dtype": decoder.cache_dtype.name,
         "collective": decoder.collectives.collective if decoder.layout.tp > 1 else None,
         "mesh": dict(decoder.layout.mesh.shape),
         "collectives_per_step": count_collectives(hlo_text),

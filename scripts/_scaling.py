@@ -29,6 +29,7 @@ class Samples:
     case: the model and its load at this count. weight_bytes, kv_bytes: what one device reads in a step.
     steps: seconds of one step, a sample each. removed: the same without its collectives (none on one device).
     alone: seconds of the collectives of one step in a chain of their own (none on one device).
+    met, bare: seconds of equal reads with devices meeting after each, and without (none on one device).
     reads: bytes/s that one device read while all read, in the same rounds.
     cpu_per_s: CPU seconds that the steps took in a second, on a CPU.
     """
@@ -39,6 +40,8 @@ class Samples:
     steps: list[float] = field(default_factory=list)
     removed: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
+    met: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
     reads: list[float] = field(default_factory=list)
     cpu_per_s: float | None = None
 
@@ -121,7 +124,8 @@ def predict(
     """Seconds of a step at each count, from the row at tp = 1, each count's read limit and the collective constants.
 
     The efficiency (share of the read limit, overhead a layer) is fitted to tp = 1, whose own prediction is therefore
-    that fit; without that row nothing is predicted. flops: operations/s of one of n devices.
+    that fit, and the others wait for their slowest device by the skew of their count. Without that row nothing is
+    predicted. flops: operations/s of one of n devices.
     """
     if 1 not in measured:
         return {}, None
@@ -129,7 +133,8 @@ def predict(
     chips = {tp: read_chip(one.limit, flops(tp)) for tp, one in measured.items()}
     base = measured[1]
     efficiency = fit([Measurement(base.case, base.measured_s * 1e3)], chips[1], prior, constants).efficiency(base.case)
-    return {tp: tpot(one.case, chips[tp], efficiency, constants).total for tp, one in measured.items()}, efficiency
+    at = {tp: replace(efficiency, skew=constants.skew.get(tp, 0.0)) for tp in measured}
+    return {tp: tpot(one.case, chips[tp], at[tp], constants).total for tp, one in measured.items()}, efficiency
 
 
 def read_chip(bytes_per_s: float, flops_per_s: float) -> Chip:
@@ -159,7 +164,7 @@ alone        the step's collectives, as many and as large, in a dependent chain 
 rest         what remains: reading below the limit, arithmetic, dispatch
 limit GB/s   read limit of one device while all of them read, measured in the same rounds
 speed-up     ms/step at the smallest tp over ms/step here; efficiency: that over the ratio of devices
-predicted    the latency model, fitted to tp = 1, with measured latency and bandwidth of each collective"""
+predicted    the latency model, fitted to tp = 1, with measured latency, bandwidth and skew of the collectives"""
 
 HEAD = (
     "tp",

@@ -37,6 +37,7 @@ from scripts._processes import add_process_options
 from sharding.collective_chain import CollectiveChain, Step
 from sharding.mesh import TENSOR, make_mesh, owns_a_device
 from sharding.multihost import process_count
+from sharding.skew import READS, SkewProbe
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(KIB * 4**power for power in range(9))
@@ -61,7 +62,9 @@ COLUMNS = """\
 bytes     of the array that is summed (all_reduce), else of the whole array over the group
 us        median time of one call in a chain where each needs the one before (on CPU with a little work in between,
           which is subtracted: devices that only wait share a core, and look faster than they are)
-line      what the fitted line says: alpha + bytes / bandwidth, least squares on relative errors"""
+line      what the fitted line says: alpha + bytes / bandwidth, least squares on relative errors
+skew      how much longer equal reads take where devices meet after each, beyond the call itself: the wait for the
+          slowest, as a share of the work"""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,15 +120,20 @@ def bench(args: argparse.Namespace) -> None:
     if min(counts) < 2:
         raise UsageError("--devices 1 has no collectives: give 2 or more, on CPU with --cpu-devices")
     meshes = {count: make_mesh(count, count) for count in counts}
-    rows = []
+    rows, skew = [], {}
     for count, mesh in meshes.items():
-        for op in args.ops if owns_a_device(mesh) else ():
+        if not owns_a_device(mesh):
+            continue
+        for op in args.ops:
             samples = measure(mesh, op, args.sizes, args.rounds)
             rows.append(result(op, count, samples))
+        sum_of_one = result("all_reduce", count, measure(mesh, "all_reduce", (4, 1024), args.rounds))
+        skew[count] = measure_skew(mesh, sum_of_one["alpha_us"] / 1e6, args.rounds)
+    found = constants(rows, skew)
     run = {"rounds": args.rounds, "processes": process_count(), "versions": versions(), "device": device_facts()}
-    print(table(run, rows), file=sys.stderr if args.json == "-" else sys.stdout)
+    print(table(run, rows, skew), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json:
-        write_json(args.json, {**run, "collectives": constants(rows).to_json(), "measured": rows})
+        write_json(args.json, {**run, "collectives": found.to_json(), "skew": found.skew_to_json(), "measured": rows})
 
 
 def default_counts(devices: int) -> list[int]:
@@ -180,16 +188,31 @@ def result(op: str, devices: int, samples: Mapping[int, Sequence[float]]) -> dic
     }
 
 
-def constants(rows: Iterable[Mapping[str, Any]]) -> Measured:
+def skew_share(met: Sequence[float], bare: Sequence[float], call_s: float) -> float:
+    """The share of equal reads that devices wait for the slowest, from seconds of ``SkewProbe`` with meetings and
+    without, in turns. call_s: seconds that one of the calls takes by itself, which is not waiting."""
+    alone = statistics.median(bare)
+    return max(0.0, statistics.median(met) - READS * call_s - alone) / alone
+
+
+def measure_skew(mesh: Mesh, call_s: float, rounds: int) -> float:
+    """``skew_share`` over all devices of ``mesh``."""
+    probe = SkewProbe(mesh)
+    pairs = [(probe.seconds(True), probe.seconds(False)) for _ in range(rounds)]
+    probe.close()
+    return skew_share(*zip(*pairs, strict=True), call_s)
+
+
+def constants(rows: Iterable[Mapping[str, Any]], skew: Mapping[int, float] | None = None) -> Measured:
     """The fitted lines, as the latency model takes them."""
     lines = []
     for row in rows:
         width = float("inf") if row["bytes_per_s"] is None else row["bytes_per_s"]
         lines.append(AlphaBeta(row["op"], row["devices"], row["alpha_us"] / 1e6, width))
-    return Measured(tuple(lines))
+    return Measured(tuple(lines), skew or {})
 
 
-def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], skew: Mapping[int, float]) -> str:
     """For people: each line's two numbers, and under them the sizes they were fitted to."""
     device = run["device"]
     title = f"collectives on {device['kind']}, {device['cpu_cores']} CPU cores, jax {run['versions']['jax']}"
@@ -209,7 +232,8 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         if times > POOR_FIT:
             lines.append(f"  note: no line fits these times: {times:.1f}x off at {size_text(size)}")
         lines.append("")
-    return "\n".join([*lines, COLUMNS])
+    lines += [f"skew over {count} devices: {share:.1%} of their work" for count, share in skew.items()]
+    return "\n".join([*lines, "", COLUMNS])
 
 
 def size_text(nbytes: int) -> str:

@@ -35,9 +35,12 @@ from scripts._cli import (
     add_collective_option,
     add_device_options,
     add_kernels_option,
+    add_kv_dtype_option,
+    add_quant_rule_option,
     check_writable,
     chosen_collectives,
     chosen_kernels,
+    chosen_kv_dtype,
     device_facts,
     integers,
     kernel_facts,
@@ -45,6 +48,8 @@ from scripts._cli import (
     run_command,
     set_up,
     versions,
+    weight_dtypes,
+    weights_as,
     words,
     write_json,
 )
@@ -82,7 +87,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"{ACCEPTED}; or a preset, run with random weights: {', '.join(PRESETS)}. Default: demo",
     )
     parser.add_argument(
-        "--dtype", type=words(list(DTYPES)), default=["f32"], metavar="LIST", help="such as f32,bf16 (default f32)"
+        "--dtype",
+        type=words(weight_dtypes()),
+        default=["f32"],
+        metavar="LIST",
+        help="such as f32,bf16,int8,int4-g128; beside quantised matrices the rest is bf16 (default f32)",
     )
     parser.add_argument(
         "--tp", type=integers, default=[1], metavar="LIST", help="tensor-parallel degrees, such as 1,2,4 (default 1)"
@@ -90,6 +99,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device_options(parser)
     add_collective_option(parser)
     add_kernels_option(parser)
+    add_kv_dtype_option(parser)
+    add_quant_rule_option(parser)
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
     parser.add_argument(
         "--context", type=positive, default=128, metavar="N", help="positions filled before a step (default 128)"
@@ -195,6 +206,7 @@ def bench(args: argparse.Namespace) -> None:
         "steps": args.steps,
         "rounds": args.rounds,
         "layers": args.layers,
+        "kv_dtype": args.kv_dtype,
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
         "versions": versions(),
@@ -215,23 +227,26 @@ def _ours(
     layout: Layout,
 ) -> Contestant:
     began = time.perf_counter()
+    wide, quantization = weights_as(dtype, args.quant_rule)
     if model is None:
-        params = random_params(config, layout, DTYPES[dtype], layers=args.layers)
+        params = random_params(config, layout, wide, layers=args.layers, quantization=quantization)
     else:
-        params = model.load_params(layout, DTYPES[dtype], args.layers)
+        params = model.load_params(layout, wide, args.layers, quantization=quantization)
     decoder = Decoder(
         config,
         params,
         layout,
-        DTYPES[dtype],
+        wide,
         layers=args.layers,
         collectives=collectives,
         kernels=chosen_kernels(args.kernels),
+        cache_dtype=chosen_kv_dtype(args.kv_dtype),
+        quantization=quantization,
     )
     jax.block_until_ready(decoder.params)
     load_s = time.perf_counter() - began
     chain = Chain(decoder, args.batch, args.context, args.steps)
-    return Contestant(chain, "shardstream", DTYPES[dtype], layout.tp, load_s)
+    return Contestant(chain, "shardstream", DTYPES.get(dtype, dtype), layout.tp, load_s)
 
 
 def _peer(args: argparse.Namespace, model: ResolvedModel) -> Contestant:
@@ -321,7 +336,7 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     device = run["device"]
     title = (
         f"{run['model']} ({run['weights']} weights), batch {run['batch']}, context {run['context']}, "
-        f"{run['layers']} layers, {run['rounds']} samples of {run['steps']} steps;\n"
+        f"{run['layers']} layers,{_cache_note(run)} {run['rounds']} samples of {run['steps']} steps;\n"
         f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):
@@ -335,6 +350,10 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([title, "", lines[0], rule, *lines[1:], "", COLUMNS, *_verdicts(results)])
+
+
+def _cache_note(run: Mapping[str, Any]) -> str:
+    return f" {run['kv_dtype']} cache," if run.get("kv_dtype") else ""
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

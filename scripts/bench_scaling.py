@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ from scripts._processes import add_process_options
 from scripts._report import step_bytes, step_facts
 from scripts._scaling import Samples, chip_flops, predict, render, report_rows, verdict
 from scripts.bench_collectives import constants as fitted
-from scripts.bench_collectives import measure, result
+from scripts.bench_collectives import measure, result, skew_share
 from scripts.bench_decode import Chain, check_room, open_shape, take_turns
 from sharding.bandwidth import Bandwidth, ReadProbe
 from sharding.collective_chain import CollectiveChain, Step
@@ -63,10 +65,14 @@ from sharding.collectives import Collectives
 from sharding.layout import Layout
 from sharding.mesh import KV_SEQ, TENSOR, make_mesh, owns_a_device
 from sharding.self_check import check_mesh
+from sharding.skew import SkewProbe
 
 ONE_THREAD = {"NPROC": "1", "PJRT_NPROC": "1"}
 """What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing. It makes
 one thread for each device all the same, and any device uses them all: so a count is also held to as many cores."""
+
+COMPUTE_THREADS = "tf_XLAEigen"
+"""What Linux calls the threads that XLA's CPU devices compute on: as many as devices, and any device may use any."""
 
 MOST_CPU_PER_DEVICE = 1.3
 """CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
@@ -159,6 +165,7 @@ class Count:
     step: Chain
     removed: Chain | None = None
     alone: CollectiveChain | None = None
+    skew: SkewProbe | None = None
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -204,7 +211,7 @@ def bench(args: argparse.Namespace) -> None:
     for turn in [[tp] for tp in mine] if args.one_at_a_time else [list(mine)]:
         for tp, (samples, known) in _measure(args, model, [cases[tp] for tp in turn], mine, collectives).items():
             measured[tp], facts[tp] = samples, known
-    constants = given or _measure_constants(cases, mine)
+    constants = given or _measure_constants(cases, mine, measured)
     if jax.process_index() != 0:
         return
 
@@ -230,6 +237,7 @@ def bench(args: argparse.Namespace) -> None:
         ),
         "constants": args.constants or "this run",
         "collectives": constants.to_json(),
+        "skew": constants.skew_to_json(),
         "efficiency": None if efficiency is None else asdict(efficiency),
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
@@ -290,7 +298,7 @@ def _build(
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
     removed = Chain(bare, args.batch, args.context, args.steps)
     alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
-    return Count(layout, decoder, samples, cores, step, removed, alone)
+    return Count(layout, decoder, samples, cores, step, removed, alone, SkewProbe(layout.mesh))
 
 
 def _devices_here(layout: Layout) -> int:
@@ -316,6 +324,11 @@ def _time(counts: Sequence[Count], rounds: int) -> None:
             alone = functools.partial(count.alone.sample, count.removed.steps)
             samplers += [_Clock(sample, count.cores).sample for sample in (count.removed.sample, alone)]
             taken += [count.samples.removed, count.samples.alone]
+        if count.skew is not None:
+            samplers += [
+                _Clock(functools.partial(count.skew.seconds, meet), count.cores).sample for meet in (True, False)
+            ]
+            taken += [count.samples.met, count.samples.bare]
     probes = {count.layout.tp: _Probe(count.layout.mesh, count.cores) for count in counts}
     found, reads = take_turns(samplers, probes, rounds)
     for target, samples in zip(taken, found, strict=True):
@@ -361,28 +374,45 @@ def _own_cores(count: int) -> frozenset[int]:
 
 @contextmanager
 def _held_to(cores: Set[int] | None) -> Iterator[None]:
-    """Let every thread of this process run on these cores alone for the while; None changes nothing."""
+    """Let every thread of this process run on these cores alone for the while; None changes nothing.
+
+    Each of the threads that XLA computes on has a core of its own: left to the system, two that were held to one core
+    stay there together for some milliseconds.
+    """
     if cores is None:
         yield
         return
     before = os.sched_getaffinity(0)
-    _hold(cores)
+    threads = sorted(map(int, os.listdir("/proc/self/task")))
+    compute = [thread for thread in threads if _name(thread).startswith(COMPUTE_THREADS)]
+    own = dict(zip(compute, itertools.cycle([{core} for core in sorted(cores)]), strict=False))
+    _hold({thread: own.get(thread, cores) for thread in threads})
     try:
         yield
     finally:
-        _hold(before)
+        _hold(dict.fromkeys(map(int, os.listdir("/proc/self/task")), before))
 
 
-def _hold(cores: Set[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
+def _name(thread: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text()
+    except OSError:  # one that has just ended
+        return ""
+
+
+def _hold(threads: Mapping[int, Set[int]]) -> None:
+    for thread, cores in threads.items():
         with suppress(ProcessLookupError):  # one that has just ended
-            os.sched_setaffinity(int(thread), cores)
+            os.sched_setaffinity(thread, cores)
 
 
-def _measure_constants(cases: Mapping[int, Case], layouts: Mapping[int, Layout]) -> Measured:
+def _measure_constants(
+    cases: Mapping[int, Case], layouts: Mapping[int, Layout], measured: Mapping[int, Samples]
+) -> Measured:
     """A line for each collective that a step makes, at each count, as ``scripts.bench_collectives`` fits it.
 
-    At the sizes that the step sends: a line through all sizes may be far off at the small ones.
+    At the sizes that the step sends: a line through all sizes may be far off at the small ones. The skew of each count
+    was sampled in turns with its steps.
     """
     rows: list[dict[str, Any]] = []
     for tp, layout in layouts.items():
@@ -394,7 +424,13 @@ def _measure_constants(cases: Mapping[int, Case], layouts: Mapping[int, Layout])
             if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
                 span = {*sent, CONSTANT_SPAN * max(sent)}
                 rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
-    return fitted(rows)
+    calls = fitted(rows)
+    skew = {
+        tp: skew_share(one.met, one.bare, min(line.time(4.0) for line in calls.lines if line.devices == tp))
+        for tp, one in measured.items()
+        if one.met and one.bare
+    }
+    return replace(calls, skew=skew)
 
 
 def _flops(on_cpu: bool, device: Mapping[str, Any], dtype: str, threads: int | None) -> Callable[[int], float]:

@@ -1,6 +1,6 @@
 """Writes an Orbax checkpoint from any model that `--model` takes.
 
-    python -m scripts.convert_checkpoint SRC DST [--dtype f32|bf16] [--tp N] [--cpu-devices N] [--overwrite]
+    python -m scripts.convert_checkpoint SRC DST [--dtype f32|bf16] [--quant int8|int4|fp8] [--tp N] [--overwrite]
 
 The model is streamed onto a mesh of N devices and saved from there. The result restores onto a mesh of any
 size.
@@ -16,8 +16,17 @@ from collections.abc import Sequence
 from model.checkpoint.orbax import save_params
 from model.checkpoint.orbax_folder import check_destination
 from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
+from model.quantize import WIDE, Quantization
 from model.tokenizer import Tokenizer, TokenizerError
-from scripts._cli import DTYPES, add_device_options, positive, run_command, set_up
+from scripts._cli import (
+    DTYPES,
+    add_device_options,
+    add_quant_options,
+    chosen_quantization,
+    positive,
+    run_command,
+    set_up,
+)
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 
@@ -37,6 +46,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tp", type=positive, default=1, metavar="N", help="devices to spread the model over (default 1)"
     )
     add_device_options(parser)
+    add_quant_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is an Orbax checkpoint")
     return parser.parse_args(argv)
 
@@ -49,17 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     set_up(args.cpu_devices)
-    convert(args.source, args.destination, args.dtype, args.tp, args.overwrite)
+    convert(args.source, args.destination, args.dtype, args.tp, args.overwrite, chosen_quantization(args))
 
 
-def convert(source: str, destination: str, dtype: str | None, tp: int, overwrite: bool) -> None:
+def convert(
+    source: str, destination: str, dtype: str | None, tp: int, overwrite: bool, quantization: Quantization = WIDE
+) -> None:
     """Loads `source` over `tp` devices and saves it at `destination`; raises the errors of its parts."""
     path = check_destination(destination, overwrite)
     model = open_model(source)
     tokenizer = _load_tokenizer(model)
     layout = Layout(make_mesh(tp, model.config.num_kv_heads))
     started = time.perf_counter()
-    params = model.load_params(layout, dtype or _lossless_dtype(model))
+    quantization = model.quantization_for(quantization)
+    params = model.load_params(layout, dtype or _lossless_dtype(model), quantization=quantization)
     loaded = time.perf_counter()
     save_params(
         path,
@@ -69,11 +82,13 @@ def convert(source: str, destination: str, dtype: str | None, tp: int, overwrite
         tokenizer=tokenizer,
         files=model.generation_files(),
         overwrite=overwrite,
+        quantization=quantization,
     )
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    kind = next(iter(params.values())).dtype
+    kind = params["norm", "weight"].dtype
+    kept = f" ({quantization.describe()})" if quantization != WIDE else ""
     print(
-        f"{source} -> {path}: {model.config.parameter_count():,} parameters in {kind}, {size / 1e6:,.0f} MB; "
+        f"{source} -> {path}: {model.config.parameter_count():,} parameters in {kind}{kept}, {size / 1e6:,.0f} MB; "
         f"{layout.describe()}; loaded in {loaded - started:.1f} s, saved in "
         f"{time.perf_counter() - loaded:.1f} s"
     )

@@ -42,19 +42,22 @@ class Bandwidth:
         return self.per_device * self.devices
 
 
+def buffer_bytes(mesh: Mesh) -> int:
+    """What is read to measure memory, over all devices: 512 MiB on CPU (larger than a share of the last-level cache),
+    1 GiB a device elsewhere."""
+    return 512 << 20 if mesh.devices.flat[0].platform == "cpu" else (1 << 30) * mesh.devices.size
+
+
 class ReadProbe:
     """A float32 buffer split over a mesh, and a compiled program that reads it once.
 
     Args:
-        total_bytes: size of the buffer over all devices. The default is 512 MiB on CPU (larger than a share of the
-            last-level cache) and 1 GiB a device elsewhere.
+        total_bytes: size of the buffer over all devices; ``buffer_bytes`` when None.
     """
 
     def __init__(self, mesh: Mesh, *, total_bytes: int | None = None):
         self.devices = mesh.devices.size
-        if total_bytes is None:
-            on_cpu = mesh.devices.flat[0].platform == "cpu"
-            total_bytes = 512 << 20 if on_cpu else (1 << 30) * self.devices
+        total_bytes = buffer_bytes(mesh) if total_bytes is None else total_bytes
         rows = max(1, total_bytes // (4 * COLUMNS * self.devices)) * self.devices
         split = PartitionSpec(mesh.axis_names)
         make = jax.jit(lambda: jnp.full((rows, COLUMNS), 1e-3, jnp.float32), out_shardings=NamedSharding(mesh, split))

@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.mesh import DATA, KV_HEAD, KV_SEQ, TENSOR, LayoutError
 
-LogicalAxes = Sequence[str | None]
+
+class InUnits(NamedTuple):
+    """A logical axis whose devices each get a whole number of units of ``unit`` elements (a quantised weight's groups).
+    Such a dimension is padded to whole units even where nothing splits it."""
+
+    axis: str
+    unit: int
+
+
+LogicalAxis = str | InUnits | None
+LogicalAxes = Sequence[LogicalAxis]
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": DATA,
@@ -71,10 +82,12 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def padded_shape(self, shape: Sequence[int], axes: LogicalAxes) -> tuple[int, ...]:
-        """``shape`` with each split dimension rounded up to a multiple of the devices that split it."""
+        """``shape`` with each split dimension rounded up to a multiple of the devices that split it, or of a unit for
+        each of them."""
         if len(shape) != len(axes):
             raise LayoutError(f"shape {tuple(shape)} has {len(shape)} dimensions but {len(axes)} axes: {tuple(axes)}")
-        return tuple(-(-size // ways) * ways for size, ways in zip(shape, map(self._ways, axes), strict=True))
+        steps = (self._ways(axis) * (axis.unit if isinstance(axis, InUnits) else 1) for axis in axes)
+        return tuple(-(-size // step) * step for size, step in zip(shape, steps, strict=True))
 
     def local_shape(self, shape: Sequence[int], axes: LogicalAxes) -> tuple[int, ...]:
         """The shape of one device's slice of the padded array."""
@@ -91,14 +104,16 @@ class Layout:
         split = f"{self.kv_head} kv_head x {self.kv_seq} kv_seq"
         return f"tp={self.tp} as {split} (mesh {shape}, {self.device_kind})"
 
-    def _mesh_axes(self, axis: str | None) -> str | tuple[str, ...] | None:
+    def _mesh_axes(self, axis: LogicalAxis) -> str | tuple[str, ...] | None:
         if axis is None:
             return None
+        if isinstance(axis, InUnits):
+            axis = axis.axis
         if axis not in RULES:
             raise LayoutError(f"unknown logical axis {axis!r}; known: {', '.join(sorted(RULES))}")
         return RULES[axis]
 
-    def _ways(self, axis: str | None) -> int:
+    def _ways(self, axis: LogicalAxis) -> int:
         mesh_axes = self._mesh_axes(axis)
         if mesh_axes is None:
             return 1

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from decode.batching.jobs import Job, Plan
@@ -97,11 +98,25 @@ class Engine:
         """Compile every shape and start the engine's thread. Returns when ``ready``."""
         if self._thread is not None or self._closing:
             raise EngineError("this engine was started before; make a new one")
+        if jax.process_index() != 0:
+            raise EngineError(f"process 0 starts the engine; process {jax.process_index()} calls follow()")
         for rows, prompt, seconds in self._runner.compile():
             self._fit.saw(rows, prompt, 0, seconds)
+        self._runner.lead()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready = True
         self._thread.start()
+
+    def follow(self) -> None:
+        """On every process but 0: compile, then run the steps that process 0 decides on, until it closes its engine.
+
+        Every process must have made its engine with the same model and options.
+
+        Raises:
+            MultihostError: process 0 cannot be reached.
+        """
+        self._runner.compile()
+        self._runner.follow()
 
     def ready(self) -> bool:
         """Whether ``start`` is done and the engine takes requests."""
@@ -201,6 +216,7 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._fail_all("the engine was closed")
+        self._runner.close()
 
     def _run(self) -> None:
         try:

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from decode.cache import KVCache, _to_storage
+from decode.cache import KVCache, _numbers, _to_storage
+from kernels.cache_attention import Scales
 from kernels.cache_attention.partial import Partial
+from kernels.cache_attention.scaled import quantize
 from kernels.paged_attention import paged_attention, paged_write
 from sharding.collectives import axis_size
 from sharding.mesh import KV_SEQ
@@ -30,7 +32,7 @@ TILE = 16
 class PagedCache:
     """What the model sees of the cache in one step (``model.llama.Cache``).
 
-    cache: arrays [layers, pages, K, S, H]
+    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, pages, K, S]
     tables: int32 [R + C / TILE, P], the pages of each row and tile
     positions: int32 [R + C], -1 for padding
     rows: R
@@ -55,12 +57,11 @@ class PagedCache:
         pages = jnp.where(mine, self.tables[tile, place], held.shape[1])  # past the end: dropped
         slots = lax.div(lax.rem(own, page_size), np.int32(members))
 
-        def stored(arrays: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+        def written(arrays: list[jax.Array], new: jax.Array) -> list[jax.Array]:
             changed = list(arrays)
-            entry = _to_storage(new[0], arrays[array].dtype)
             changed[array] = paged_write(
                 arrays[array],
-                entry,
+                new,
                 pages,
                 slots,
                 layer=slot_layer,
@@ -69,7 +70,16 @@ class PagedCache:
             )
             return changed
 
-        return replace(self, cache=KVCache(stored(self.cache.keys, k), stored(self.cache.values, v)))
+        def stored(arrays: list[jax.Array], scales: list[jax.Array], new: jax.Array) -> tuple[list[jax.Array], ...]:
+            storage = arrays[array].dtype
+            if scales:
+                new, own = quantize(new, _numbers(storage))
+                scales = written(scales, own)
+            return written(arrays, _to_storage(new, storage)), scales
+
+        keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])
+        values, value_scales = stored(self.cache.values, self.cache.value_scales, v[0])
+        return replace(self, cache=KVCache(keys, values, key_scales, value_scales))
 
     def attend(
         self,
@@ -82,12 +92,14 @@ class PagedCache:
     ) -> Partial:
         """q [1, R + C, K, G, H]: rows and tiles, each over its own pages."""
         array, slot_layer = self.cache._place(layer)
+        held = self.cache
+        scales = Scales(held.key_scales[array], held.value_scales[array]) if held.key_scales else None
 
         def part(begin: int, end: int, tables: jax.Array, size: int) -> Partial:
             found = paged_attention(
                 q[0, begin:end].reshape(-1, size, *q.shape[2:]),
-                self.cache.keys[array],
-                self.cache.values[array],
+                held.keys[array],
+                held.values[array],
                 tables,
                 layer=slot_layer,
                 positions=self.positions[begin:end].reshape(-1, size),
@@ -95,6 +107,7 @@ class PagedCache:
                 offset=lax.axis_index(KV_SEQ),
                 platform=platform,
                 implementation=implementation,
+                scales=scales,
             )
             return Partial(*(x.reshape(1, end - begin, *x.shape[2:]) for x in found))
 

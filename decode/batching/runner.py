@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -17,9 +19,17 @@ from decode.batching.shapes import Shapes
 from decode.cache import capacity
 from decode.decoder import Decoder
 from decode.step import SEEN
+from sharding.broadcast import Announcer, messages
+from sharding.multihost import PEER_TIMEOUT_S
 
 LONGEST_DEFAULT = 8192
 """``max_len`` by default, where the model allows more: a block table has a page for each part of it."""
+
+CHANNEL = "engine"
+"""What the processes of one engine call their messages."""
+
+FOLLOWED = 4
+"""Steps that a process which follows sends ahead of its device."""
 
 MEMORY_SHARE = 0.25
 """Part of a device's memory that the cache takes by default, at most."""
@@ -51,6 +61,7 @@ class Runner:
         self.pages_each = -(-self.max_len // self.page_size)
         self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable())
         self.shapes = Shapes.of(options.max_batch, options.token_budget)
+        self._announcer: Announcer | None = None
         self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._vocab = layout.padded_shape((config.vocab_size,), ("vocab",))[0]
 
@@ -96,6 +107,8 @@ class Runner:
 
     def step(self, R: int, C: int, vector: np.ndarray) -> Chosen:
         """Send a step to the device; returns at once."""
+        if self._announcer is not None:
+            self._announcer.send(json.dumps([R, C]).encode() + b"\n" + vector.tobytes())
         self._cache, self._token, self._seen, chosen = self._steps[R, C](
             self.decoder.params, self._cache, self._token, self._seen, self._bias, vector
         )
@@ -103,12 +116,38 @@ class Runner:
 
     def set_slot(self, slot: int, seen: Sequence[int], bias: Mapping[int, float]) -> None:
         """Replace what a slot has seen, and its logit bias, for the steps sent from now on."""
+        if self._announcer is not None:
+            self._announcer.send(json.dumps([slot, list(seen), list(bias.items())]).encode() + b"\n")
         seen_row, bias_row = np.zeros(self._vocab, bool), np.zeros(self._vocab, np.float32)
         seen_row[np.asarray(seen, np.int64)] = True
         for token, value in bias.items():
             bias_row[token] = value
         rows = (self.decoder._put(row, ("vocab",)) for row in (seen_row, bias_row))
         self._seen, self._bias = self._set_slot(self._seen, self._bias, np.int32(slot), *rows)
+
+    def lead(self) -> None:
+        """Tell the other processes of the mesh, which ``follow``, of every call from now on."""
+        if self.decoder.layout.processes > 1:
+            self._announcer = Announcer(CHANNEL, PEER_TIMEOUT_S)
+
+    def follow(self) -> None:
+        """Do what the process that leads does, until it closes."""
+        sent: deque[Chosen] = deque()
+        for message in messages(CHANNEL, PEER_TIMEOUT_S):
+            head, _, vector = message.partition(b"\n")
+            call = json.loads(head)
+            if len(call) == 3:
+                slot, seen, bias = call
+                self.set_slot(slot, seen, dict(bias))
+                continue
+            sent.append(self.step(*call, np.frombuffer(vector, np.int32)))
+            if len(sent) > FOLLOWED:
+                jax.block_until_ready(sent.popleft())
+
+    def close(self) -> None:
+        """Let those that follow go."""
+        if self._announcer is not None:
+            self._announcer.close()
 
     def _affordable(self) -> int:
         """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""

@@ -8,11 +8,12 @@ import jax
 
 from kernels.cache_attention import cpu_native, reference, xla
 from kernels.cache_attention.partial import Partial
+from kernels.cache_attention.scaled import Scales
 from kernels.select import select
 
 IMPLEMENTATIONS = ("xla", "cpu_native", "reference")
 
-__all__ = ["IMPLEMENTATIONS", "Partial", "cache_attention"]
+__all__ = ["IMPLEMENTATIONS", "Partial", "Scales", "cache_attention"]
 
 
 def cache_attention(
@@ -26,6 +27,7 @@ def cache_attention(
     offset: jax.Array | int,
     platform: str,
     implementation: str | None = None,
+    scales: Scales | None = None,
 ) -> Partial:
     """Causal grouped-query attention of a few or many new positions over the filled part of a cache.
 
@@ -35,8 +37,10 @@ def cache_attention(
 
     Args:
         q: [B, T, K, G, H], any float dtype.
-        keys, values: [L, B, K, S, H]; ``layer`` picks the first axis. uint16 holds the bits of bf16.
+        keys, values: [L, B, K, S, H]; ``layer`` picks the first axis. uint16 holds the bits of bf16. int8
+            and fp8 (float8_e4m3fn, or uint8 that holds its bits) go with ``scales``.
         positions: int32 [B, T], the position of each query; never negative.
+        scales: what the stored numbers are to be multiplied by, one a position and head; None for wide caches.
 
     Returns:
         The partial softmax over this device's slots, float32; ``Partial.finish`` or ``merge`` makes it whole.
@@ -46,11 +50,15 @@ def cache_attention(
         KernelError: an unknown implementation, or one that does not take these operands.
     """
     chosen = select(
-        "cache_attention", implementation, platform, IMPLEMENTATIONS, lambda: cpu_native.not_taken(q, keys, values)
+        "cache_attention",
+        implementation,
+        platform,
+        IMPLEMENTATIONS,
+        lambda: cpu_native.not_taken(q, keys, values, scaled=scales is not None),
     )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
-        return reference.cache_attention(q, keys, values, **where)
+        return reference.cache_attention(q, keys, values, **where, scales=scales)
     if chosen == "cpu_native":
         return cpu_native.cache_attention(q, keys, values, **where)
-    return xla.cache_attention(q, keys, values, **where, platform=platform)
+    return xla.cache_attention(q, keys, values, **where, platform=platform, scales=scales)

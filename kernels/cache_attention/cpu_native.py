@@ -15,8 +15,10 @@ MOST_QUERIES = 16
 """New positions a row, above which XLA's form, whose dots are larger then, is the faster."""
 
 
-def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
+def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array, scaled: bool = False) -> str | None:
     """None, or what about the operands this implementation does not take."""
+    if scaled:
+        return f"takes no cache with scales (keys are {keys.dtype})"
     if not 1 <= q.shape[1] <= MOST_QUERIES:
         return f"takes 1 to {MOST_QUERIES} new positions, not {q.shape[1]}"
     if q.dtype not in DTYPES:

@@ -33,8 +33,9 @@ class Partial(NamedTuple):
 
 
 def from_storage(x: jax.Array) -> jax.Array:
-    """Cache entries as numbers: uint16 holds the bits of bf16, everything else is itself."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+    """Cache entries as numbers: uint16 holds the bits of bf16, uint8 those of fp8, everything else is itself."""
+    held = {"uint16": jnp.bfloat16, "uint8": jnp.float8_e4m3fn}.get(x.dtype.name)
+    return x if held is None else lax.bitcast_convert_type(x, held)
 
 
 def merge(parts: Partial, axis: int = 0) -> Partial:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels.cache_attention.partial import MASKED, Partial, from_storage
+from kernels.cache_attention.scaled import Scales
 
 
 def cache_attention(
@@ -18,9 +19,12 @@ def cache_attention(
     positions: jax.Array,
     stride: int,
     offset: jax.Array | int,
+    scales: Scales | None = None,
 ) -> Partial:
     """See ``kernels.cache_attention.cache_attention``."""
     k, v = (from_storage(cache[layer]).astype(jnp.float32) for cache in (keys, values))
+    if scales is not None:
+        k, v = k * scales.keys[layer][..., None], v * scales.values[layer][..., None]
     scale = q.shape[-1] ** -0.5
     scores = jnp.einsum("btkgh,bksh->btkgs", q.astype(jnp.float32), k, precision=lax.Precision.HIGHEST) * scale
     slot_positions = jnp.arange(k.shape[2]) * stride + offset

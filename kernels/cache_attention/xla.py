@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.cache_attention.partial import MASKED, Partial, from_storage
+from kernels.cache_attention.partial import MASKED, Partial
+from kernels.cache_attention.scaled import Scales, widened
 
 BLOCK = 128
 """Slots read a loop iteration. Larger reads more past a short conversation; smaller loops more often."""
@@ -26,6 +27,7 @@ def cache_attention(
     stride: int,
     offset: jax.Array | int,
     platform: str,
+    scales: Scales | None = None,
 ) -> Partial:
     """See ``kernels.cache_attention.cache_attention``."""
     B, T, K, G, H = q.shape
@@ -40,7 +42,7 @@ def cache_attention(
         # Where the cache is one block the slice is all of it. XLA:CPU then drops the slice, moves the reading out of
         # the loop and into the cache's update, and copies the whole cache to do so; the barrier keeps it here.
         cache, start = lax.optimization_barrier((cache, start))
-        return from_storage(lax.dynamic_slice(cache, (layer, 0, 0, start, 0), (1, B, K, block, H))[0])
+        return lax.dynamic_slice(cache, (layer, 0, 0, start, 0)[: cache.ndim], (1, B, K, block, H)[: cache.ndim])[0]
 
     def step(index: jax.Array | int, carry: Partial) -> Partial:
         # The last block is pulled back inside the cache; slots that an earlier block covered are masked.
@@ -49,15 +51,20 @@ def cache_attention(
         slots = start + jnp.arange(block)
         slot_positions = slots * stride + offset
         seen = (slot_positions <= row_positions) & (slots >= first)
-        scores = _dot(rows, read(keys, start), ((3,), (3,)), platform) * H**-0.5
+        scores = _dot(rows, widened(read(keys, start), q.dtype), ((3,), (3,)), platform) * H**-0.5
+        if scales is not None:
+            scores = scores * read(scales.keys, start)[:, :, None]
         scores = jnp.where(seen, scores, MASKED)
         top = jnp.maximum(carry.max, jnp.max(scores, axis=-1))
         weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
         decay = jnp.exp(carry.max - top)
         # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
-        v = jnp.where(slot_positions[:, None] <= row_last, read(values, start), 0)
+        v = jnp.where(slot_positions[:, None] <= row_last, widened(read(values, start), q.dtype), 0)
+        total = carry.sum * decay + jnp.sum(weight, axis=-1)
+        if scales is not None:
+            weight = jnp.where(seen, weight * read(scales.values, start)[:, :, None], 0.0)
         out = carry.out * decay[..., None] + _dot(weight, v, ((3,), (2,)), platform)
-        return Partial(out, top, carry.sum * decay + jnp.sum(weight, axis=-1))
+        return Partial(out, top, total)
 
     shape = (B, K, G * T)
     empty = Partial(

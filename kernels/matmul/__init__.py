@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels.matmul import cpu_native, reference, xla
+from kernels.quantized import QuantizedWeight
+from kernels.quantized_matmul import quantized_matmul
 from kernels.select import select
 
 IMPLEMENTATIONS = ("xla", "xla_pieces", "cpu_native", "reference")
@@ -15,7 +17,7 @@ IMPLEMENTATIONS = ("xla", "xla_pieces", "cpu_native", "reference")
 
 def matmul(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedWeight,
     *,
     platform: str,
     out_dtype: jnp.dtype | None = None,
@@ -25,7 +27,8 @@ def matmul(
 
     Args:
         x: activations [..., I].
-        weight: [O, I]; the contraction axis is last, so one output is one contiguous read.
+        weight: [O, I]; the contraction axis is last, so one output is one contiguous read. A quantised one goes to
+            ``kernels.quantized_matmul``.
         platform: the platform the program is compiled for: "cpu", "gpu" or "tpu".
         out_dtype: dtype of the result; ``None`` keeps x's. float32 skips the rounding of a partial sum.
         implementation: one of ``IMPLEMENTATIONS``; ``None`` picks by platform: on CPU "cpu_native" for up to
@@ -37,6 +40,9 @@ def matmul(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
+    if isinstance(weight, QuantizedWeight):
+        wanted = "reference" if implementation == "xla_pieces" else implementation  # either is for evaluation
+        return quantized_matmul(x, weight, platform=platform, out_dtype=out_dtype, implementation=wanted)
     chosen = choose("matmul", x, weight, platform, implementation)
     rows = x.reshape(-1, x.shape[-1])
     out_dtype = jnp.dtype(out_dtype or x.dtype)

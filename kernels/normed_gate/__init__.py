@@ -6,6 +6,7 @@ import jax
 
 from kernels.matmul import IMPLEMENTATIONS, choose, matmul
 from kernels.normed_gate import cpu_native
+from kernels.quantized import QuantizedWeight
 from kernels.rms_norm import rms_norm
 
 __all__ = ["IMPLEMENTATIONS", "gate", "normed_gate"]
@@ -15,7 +16,7 @@ def normed_gate(
     x: jax.Array,
     scale: jax.Array,
     eps: float,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedWeight,
     bias: jax.Array | None = None,
     *,
     platform: str,
@@ -26,7 +27,7 @@ def normed_gate(
     Args:
         x: [..., I], before the norm.
         scale: [I], the norm's weight; ``eps`` is what it adds to the mean square.
-        weight: [2, F, I], gate and up. bias: [2, F] or None.
+        weight: [2F, I], gate before up. bias: [2, F] or None.
         platform, implementation: as for ``kernels.matmul``. "cpu_native" keeps everything in float32; where there
             is a bias, only its product is native.
 
@@ -36,20 +37,25 @@ def normed_gate(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
-    flat = weight.reshape(-1, weight.shape[-1])
-    chosen = choose("normed_gate", x, flat, platform, implementation, scale)
+    if isinstance(weight, QuantizedWeight):
+        return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=implementation)
+    chosen = choose("normed_gate", x, weight, platform, implementation, scale)
     if chosen == "cpu_native" and bias is None:
-        out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, flat)
-        return out.reshape(*x.shape[:-1], weight.shape[1])
+        out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, weight)
+        return out.reshape(*x.shape[:-1], weight.shape[0] // 2)
     return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=chosen)
 
 
 def gate(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, *, platform: str, implementation: str | None = None
+    x: jax.Array,
+    weight: jax.Array | QuantizedWeight,
+    bias: jax.Array | None,
+    *,
+    platform: str,
+    implementation: str | None = None,
 ) -> jax.Array:
     """The same of an x that is normed already: a product, then silu(gate) * up."""
-    both = matmul(x, weight.reshape(-1, weight.shape[-1]), platform=platform, implementation=implementation)
-    both = both.reshape(*x.shape[:-1], *weight.shape[:2])
+    both = matmul(x, weight, platform=platform, implementation=implementation).reshape(*x.shape[:-1], 2, -1)
     if bias is not None:
         both = both + bias
     return jax.nn.silu(both[..., 0, :]) * both[..., 1, :]

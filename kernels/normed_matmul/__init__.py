@@ -6,6 +6,7 @@ import jax
 
 from kernels.matmul import IMPLEMENTATIONS, choose, matmul
 from kernels.normed_matmul import cpu_native
+from kernels.quantized import QuantizedWeight
 from kernels.rms_norm import rms_norm
 
 __all__ = ["IMPLEMENTATIONS", "normed_matmul"]
@@ -15,7 +16,7 @@ def normed_matmul(
     x: jax.Array,
     scale: jax.Array,
     eps: float,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedWeight,
     *,
     platform: str,
     implementation: str | None = None,
@@ -34,6 +35,8 @@ def normed_matmul(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
+    if isinstance(weight, QuantizedWeight):
+        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=implementation)
     chosen = choose("normed_matmul", x, weight, platform, implementation, scale)
     if chosen != "cpu_native":
         return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=chosen)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from kernels.cache_attention.partial import Partial
+from kernels.cache_attention.scaled import Scales
 from kernels.paged_attention import cpu_native, reference, xla
 from kernels.select import select
 
@@ -27,6 +28,7 @@ def paged_attention(
     offset: jax.Array | int,
     platform: str,
     implementation: str | None = None,
+    scales: Scales | None = None,
 ) -> Partial:
     """Causal grouped-query attention of tiles of T positions, each tile over the pages of one sequence.
 
@@ -38,9 +40,11 @@ def paged_attention(
     Args:
         q: [B, T, K, G, H], any float dtype.
         keys, values: [L, pages, K, S, H]; ``layer`` picks the first axis. uint16 holds the bits of bf16.
+            int8 and fp8 (float8_e4m3fn, or uint8 that holds its bits) go with ``scales``.
         tables: int32 [B, P], the pages of each tile's sequence in order. Entries past its last position are not read,
             or read and not used, so they must be pages too: 0 will do.
         positions: int32 [B, T].
+        scales: float32 [L, pages, K, S] each, what the stored numbers are to be multiplied by; None for wide caches.
 
     Returns:
         The partial softmax over this device's slots, float32, as ``kernels.cache_attention`` returns it.
@@ -49,14 +53,18 @@ def paged_attention(
         KernelError: an unknown implementation, or one that does not take these operands.
     """
     chosen = select(
-        "paged_attention", implementation, platform, IMPLEMENTATIONS, lambda: cpu_native.not_taken(q, keys, values)
+        "paged_attention",
+        implementation,
+        platform,
+        IMPLEMENTATIONS,
+        lambda: cpu_native.not_taken(q, keys, values, scales is not None),
     )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
-        return reference.paged_attention(q, keys, values, tables, **where)
+        return reference.paged_attention(q, keys, values, tables, **where, scales=scales)
     if chosen == "cpu_native":
         return cpu_native.paged_attention(q, keys, values, tables, **where)
-    return xla.paged_attention(q, keys, values, tables, **where, platform=platform)
+    return xla.paged_attention(q, keys, values, tables, **where, platform=platform, scales=scales)
 
 
 def paged_write(

@@ -10,9 +10,9 @@ from kernels.cache_attention import cpu_native
 from kernels.cache_attention.partial import Partial
 
 
-def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
+def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array, scaled: bool) -> str | None:
     """None, or what about the operands this implementation does not take."""
-    return cpu_native.not_taken(q, keys, values)
+    return cpu_native.not_taken(q, keys, values, scaled)
 
 
 def paged_attention(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.cache_attention.partial import MASKED, Partial, from_storage
+from kernels.cache_attention.partial import MASKED, Partial
+from kernels.cache_attention.scaled import Scales, widened
 
 BLOCK = 128
 """Slots read a loop iteration, in whole pages."""
@@ -24,6 +25,7 @@ def paged_attention(
     stride: int,
     offset: jax.Array | int,
     platform: str,
+    scales: Scales | None = None,
 ) -> Partial:
     """See ``kernels.paged_attention.paged_attention``."""
     B, T, K, G, H = q.shape
@@ -38,22 +40,31 @@ def paged_attention(
     def read(cache: jax.Array, pages: jax.Array) -> jax.Array:
         # The barrier keeps the reading in the loop: see kernels.cache_attention.xla.
         cache, pages = lax.optimization_barrier((cache, pages))
-        got = from_storage(jnp.moveaxis(cache[layer, pages], 2, 1))  # [B, K, together, S, H]
-        got = got.reshape(B, K, block, H)
-        return got.astype(jnp.float32) if platform == "cpu" else got  # XLA:CPU has no fast bf16 dot
+        got = jnp.moveaxis(cache[layer, pages], 2, 1)  # [B, K, together, S, ...]
+        return got.reshape(B, K, block, *got.shape[4:])
+
+    def wide(cache: jax.Array, pages: jax.Array) -> jax.Array:
+        numbers = widened(read(cache, pages), q.dtype)
+        return numbers.astype(jnp.float32) if platform == "cpu" else numbers  # XLA:CPU has no fast bf16 dot
 
     def step(index: jax.Array, carry: Partial) -> Partial:
         pages = lax.dynamic_slice(tables, (0, index * together), (B, together))
         slot_positions = (index * block + jnp.arange(block)) * stride + offset
         seen = slot_positions <= row_positions
-        scores = jnp.where(seen, _dot(rows, read(keys, pages), ((3,), (3,))) * H**-0.5, MASKED)
+        scores = _dot(rows, wide(keys, pages), ((3,), (3,))) * H**-0.5
+        if scales is not None:
+            scores = scores * read(scales.keys, pages)[:, :, None]
+        scores = jnp.where(seen, scores, MASKED)
         top = jnp.maximum(carry.max, jnp.max(scores, axis=-1))
         weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
         decay = jnp.exp(carry.max - top)
         # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
-        v = jnp.where(slot_positions[:, None] <= row_last, read(values, pages), 0)
+        v = jnp.where(slot_positions[:, None] <= row_last, wide(values, pages), 0)
+        total = carry.sum * decay + jnp.sum(weight, axis=-1)
+        if scales is not None:
+            weight = jnp.where(seen, weight * read(scales.values, pages)[:, :, None], 0.0)
         out = carry.out * decay[..., None] + _dot(weight, v, ((3,), (2,)))
-        return Partial(out, top, carry.sum * decay + jnp.sum(weight, axis=-1))
+        return Partial(out, top, total)
 
     shape = (B, K, G * T)
     empty = Partial(

@@ -32,12 +32,15 @@ from model.checkpoint.errors import CheckpointError
 from model.checkpoint.json_file import read_object
 from model.checkpoint.parameters import check_dtype
 from model.config import LlamaConfig
+from model.quantize import WIDE, Quantization, QuantizationError
 from model.tokenizer import Tokenizer
 
 MARKER_FILE = "shardstream.json"
 CONFIG_FILE = "config.json"
 ARRAYS_FOLDER = "params"
 FORMAT_VERSION = 1
+QUANTIZED_VERSION = 2
+"""Of a checkpoint with quantised matrices, which programs of version 1 must not take for one without."""
 
 _OWN_FILES = (MARKER_FILE, CONFIG_FILE, ARRAYS_FOLDER)
 _log = logging.getLogger(__name__)
@@ -45,12 +48,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OrbaxInfo:
-    """What a checkpoint says about itself; `dtype` and `tp` are those its arrays were saved with."""
+    """What a checkpoint says about itself; `dtype` and `tp` are those its arrays were saved with, `quantization` is how
+    its matrices are kept."""
 
     path: Path
     config: LlamaConfig
     dtype: np.dtype
     tp: int
+    quantization: Quantization = WIDE
 
 
 def is_orbax(path: Path | str) -> bool:
@@ -78,13 +83,19 @@ def read_info(path: Path | str) -> OrbaxInfo:
         )
     marker = read_object(path / MARKER_FILE)
     version, tp = marker.get("format_version"), marker.get("tp")
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, QUANTIZED_VERSION):
         raise CheckpointError(
-            f"{path / MARKER_FILE}: format_version is {version!r}; this program reads version {FORMAT_VERSION}"
+            f"{path / MARKER_FILE}: format_version is {version!r}; this program reads versions {FORMAT_VERSION} and "
+            f"{QUANTIZED_VERSION}"
         )
     if not isinstance(tp, int) or tp < 1:
         raise CheckpointError(f"{path / MARKER_FILE}: tp is {tp!r}; it must be a positive integer")
-    return OrbaxInfo(path, LlamaConfig.from_hf(read_object(path / CONFIG_FILE)), check_dtype(marker.get("dtype")), tp)
+    try:
+        quantization = Quantization.from_json(marker.get("quantization", []))
+    except QuantizationError as error:
+        raise CheckpointError(f"{path / MARKER_FILE}: quantization: {error}") from None
+    config = LlamaConfig.from_hf(read_object(path / CONFIG_FILE))
+    return OrbaxInfo(path, config, check_dtype(marker.get("dtype")), tp, quantization)
 
 
 def check_destination(path: Path | str, overwrite: bool = False) -> Path:
@@ -142,6 +153,7 @@ def write_small_files(
     config: LlamaConfig,
     dtype: np.dtype,
     tp: int,
+    quantization: Quantization,
     tokenizer: Tokenizer | None,
     files: Mapping[str, bytes],
 ) -> None:
@@ -153,7 +165,9 @@ def write_small_files(
         return
     if tokenizer is not None:
         tokenizer.save(folder)
-    marker = {"format_version": FORMAT_VERSION, "dtype": dtype.name, "tp": tp}
+    marker: dict[str, Any] = {"format_version": FORMAT_VERSION, "dtype": dtype.name, "tp": tp}
+    if quantization != WIDE:
+        marker |= {"format_version": QUANTIZED_VERSION, "quantization": quantization.to_json()}
     for name, content in {
         CONFIG_FILE: _to_json(config.to_hf()),
         **files,

@@ -16,25 +16,48 @@ from model.checkpoint.errors import CheckpointError
 from model.checkpoint.table import Path
 from model.config import LlamaConfig
 from model.llama import LayersForm, Llama
+from model.quantize import WIDE, Quantization
+from sharding.layout import LogicalAxis
 
 DTYPES: dict[str, np.dtype] = {"f32": np.dtype(jnp.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter's own (unpadded) shape and its logical axes."""
+    """A parameter's own (unpadded) shape, its logical axes and its dtype."""
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: tuple[LogicalAxis, ...]
+    dtype: np.dtype
 
 
-def abstract_leaves(config: LlamaConfig, layers: LayersForm) -> dict[Path, Leaf]:
-    """Every parameter of a Llama with `layers` in that form, by path, in the model's order."""
-    model = Llama(config, jnp.dtype(jnp.float32), platform="cpu", layers=layers)
-    return {
-        cast(Path, path): Leaf(tuple(variable.get_value().shape), tuple(variable.get_metadata()["axes"]))
-        for path, variable in nnx.to_flat_state(nnx.split(model)[1])
-    }
+def abstract_leaves(
+    config: LlamaConfig,
+    layers: LayersForm,
+    dtype: Any = np.float32,
+    quantization: Quantization = WIDE,
+    platform: str = "cpu",
+) -> dict[Path, Leaf]:
+    """Every parameter of a Llama with `layers` in that form, by path, in the model's order.
+
+    dtype: of those that are not quantised. platform: of the devices that will hold them, which decides how 4-bit
+    numbers are stored. Raises QuantizationError for a rule that matches nothing, or rows that a group does not divide.
+    """
+    model = Llama(config, np.dtype(dtype), platform=platform, layers=layers, quantization=quantization)
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.split(model)[1]):
+        value = variable.get_value()
+        found[cast(Path, path)] = Leaf(
+            tuple(value.shape), tuple(variable.get_metadata()["axes"]), np.dtype(value.dtype)
+        )
+    quantization.check([name for path in found if (name := matrix_name(path))])
+    return found
+
+
+def matrix_name(path: Path) -> str | None:
+    """What quantisation rules call a weight, such as "layers.0.mlp.down"; None for what is never quantised."""
+    module, name = ".".join(map(str, path[:-1])), path[-1]
+    return None if name != "weight" or module.endswith("norm") else module
 
 
 def bind(model: Llama, params: Mapping[Path, jax.Array]) -> Llama:

@@ -24,6 +24,7 @@ from model.checkpoint.table import Path as ParameterPath
 from model.config import LlamaConfig
 from model.llama import LayersForm
 from model.presets import PRESETS
+from model.quantize import WIDE, Quantization
 from model.tokenizer import Tokenizer
 from sharding.layout import Layout
 
@@ -62,11 +63,16 @@ class ResolvedModel:
         dtype: Any,
         layers: LayersForm = "unrolled",
         progress: ProgressOption = True,
+        quantization: Quantization = WIDE,
     ) -> dict[ParameterPath, jax.Array]:
         """Every parameter on its devices; see `model.checkpoint.load` and `model.checkpoint.orbax`."""
         if self.source is None:
-            return restore_params(self.path, layout, dtype, layers, progress)
-        return load_params(self.source, self.config, layout, dtype, layers, progress)
+            return restore_params(self.path, layout, dtype, layers, progress, quantization)
+        return load_params(self.source, self.config, layout, dtype, layers, progress, quantization)
+
+    def quantization_for(self, asked: Quantization) -> Quantization:
+        """How the weights are kept when loaded as ``asked``: an Orbax checkpoint's stay as they were saved."""
+        return read_info(self.path).quantization if self.source is None and asked == WIDE else asked
 
     def generation_files(self) -> dict[str, bytes]:
         """The checkpoint's own `generation_config.json`, if it has one: name -> content."""

@@ -17,14 +17,17 @@ from model.checkpoint.parameters import abstract_leaves
 from model.checkpoint.table import Path
 from model.config import LlamaConfig
 from model.llama import LayersForm
+from model.quantize import WIDE, Quantization
 from sharding.layout import Layout
 
 
 class Collector:
     """Takes per-layer parameters in any order and holds them as `layers` asks."""
 
-    def __init__(self, config: LlamaConfig, layout: Layout, layers: LayersForm) -> None:
-        self._leaves = abstract_leaves(config, layers)
+    def __init__(
+        self, config: LlamaConfig, layout: Layout, layers: LayersForm, quantization: Quantization = WIDE
+    ) -> None:
+        self._leaves = abstract_leaves(config, layers, quantization=quantization, platform=layout.platform)
         self._layout = layout
         self._params: dict[Path, jax.Array] = {}
 

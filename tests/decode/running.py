@@ -87,10 +87,12 @@ def make_decoder(
     layers: LayersForm = "unrolled",
     dtype: str = "float32",
     collectives: Collectives = DEFAULT_COLLECTIVES,
+    **options: Any,
 ) -> Decoder:
+    """A decoder of the model at a degree; options are those of ``Decoder``."""
     layout = Layout(make_mesh(tp, model.config.num_kv_heads, data=data))
     params = model.load_params(layout, dtype, layers, progress=False)
-    return Decoder(model.config, params, layout, dtype, layers=layers, collectives=collectives)
+    return Decoder(model.config, params, layout, dtype, layers=layers, collectives=collectives, **options)
 
 
 def run(

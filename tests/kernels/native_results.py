@@ -35,7 +35,7 @@ def operations(
         # Products of these are denormal: flushed or not, by whichever thread has them.
         "denormal": matmul(x * 1e-20, weight * 1e-20, **NATIVE),
         "normed_matmul": normed_matmul(x, scale, 1e-5, weight, **NATIVE),
-        "normed_gate": normed_gate(x, scale, 1e-5, weight.reshape(2, -1, weight.shape[-1]), **NATIVE),
+        "normed_gate": normed_gate(x, scale, 1e-5, weight, **NATIVE),
         "cache_attention": cache_attention(q, cache, cache * 0.5, **where, **NATIVE).out,
     }
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kernels.cache_attention import IMPLEMENTATIONS, Partial, cache_attention, xla
 from kernels.cache_attention.partial import from_storage, merge
+from kernels.cache_attention.scaled import FP8, LIMITS, Scales, quantize, widened
 from kernels.select import KernelError
 from tests.kernels.numpy_attention import numpy_attention
 
@@ -123,6 +124,56 @@ def test_bf16_caches(implementation: str | None, platform: str, tolerance: float
     check(found, numpy_attention(q, keys[LAYER], values[LAYER], positions), tolerance)
 
 
+SCALED = [how for how in HOW if how[0] != "cpu_native"] + [("xla", "tpu", BF16)]
+
+
+@pytest.mark.parametrize(("implementation", "platform", "tolerance"), SCALED)
+@pytest.mark.parametrize("stored", [jnp.dtype(jnp.int8), FP8])
+def test_scaled_caches(implementation: str | None, platform: str, tolerance: float, stored: jnp.dtype) -> None:
+    """What a scaled cache holds, multiplied out by hand, gives the same; scales past the end never leak."""
+    q, keys, values = random_case(2, 2, 2, 3, 8, 24, bf16=tolerance == BF16)
+    positions = np.array([[18, 19], [2, 3]], np.int32)
+    (k, ks), (v, vs) = (quantize(jnp.asarray(x), stored) for x in (keys, values))
+    dirty = [np.array(s) for s in (ks, vs)]
+    for row, last in enumerate(positions[:, -1]):
+        for scale in dirty:
+            scale[:, row, :, last + 1 :] = np.nan
+            scale[1 - LAYER] = np.nan
+    if platform == "cpu" and stored == FP8:  # as a cache on CPU keeps it
+        k, v = k.view(jnp.uint8), v.view(jnp.uint8)
+    kind = jnp.bfloat16 if tolerance == BF16 else jnp.float32
+    how = {"platform": platform, "implementation": implementation, "scales": Scales(*map(jnp.asarray, dirty))}
+    found = run(jnp.asarray(q, kind), k, v, positions, 1, 0, **how)
+    plain = (
+        np.asarray(from_storage(x)[LAYER], np.float64) * np.asarray(s)[LAYER][..., None] for x, s in ((k, ks), (v, vs))
+    )
+    check(found, numpy_attention(q, *plain, positions), tolerance)
+
+
+def test_the_native_kernel_refuses_scales() -> None:
+    q, keys, values = random_case(1, 1, 1, 1, 4, 8)
+    (k, ks), (v, vs) = (quantize(jnp.asarray(x), jnp.int8) for x in (keys, values))
+    how = {"platform": "cpu", "scales": Scales(ks, vs)}
+    with pytest.raises(KernelError, match="takes no cache with scales"):
+        run(q, k, v, np.zeros((1, 1), np.int32), 1, 0, implementation="cpu_native", **how)
+    run(q, k, v, np.zeros((1, 1), np.int32), 1, 0, **how)  # by default another one runs
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), stored=st.sampled_from(sorted(LIMITS, key=str)))
+def test_quantising_loses_at_most_half_a_step(data: st.DataObject, stored: jnp.dtype) -> None:
+    numbers = st.floats(-1e4, 1e4, width=32)
+    row = data.draw(st.one_of(st.just([0.0] * 4), st.lists(numbers, min_size=4, max_size=4)))
+    x = np.array(row, np.float32)
+    q, scale = quantize(jnp.asarray(x), stored)
+    back = np.asarray(q, np.float64) * np.asarray(scale)
+    largest = np.abs(x).max()
+    # int8: half of a 127th of the largest. fp8 has 3 bits of fraction: half of an eighth of each number, and half of
+    # its smallest step, 2 ** -9 of 448ths.
+    bound = largest / 254 if stored == jnp.int8 else np.maximum(np.abs(x) / 16, largest / 448 * 2.0**-10)
+    assert (np.abs(back - x) <= bound * 1.00001 + 1e-35).all()
+
+
 @pytest.mark.parametrize(("implementation", "platform", "tolerance"), HOW)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
 def test_memory_past_a_rows_last_position_never_leaks(
@@ -228,11 +279,11 @@ def test_only_filled_blocks_are_read(
     q, keys, values = random_case(len(lasts), 1, 1, 1, 4, 48)
     reads = []
 
-    def counted(x: jax.Array) -> jax.Array:
+    def counted(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         reads.append(x.shape)
-        return from_storage(x)
+        return widened(x, dtype)
 
-    monkeypatch.setattr(xla, "from_storage", counted)
+    monkeypatch.setattr(xla, "widened", counted)
     with jax.disable_jit():
         xla.cache_attention(
             jnp.asarray(q),

@@ -49,7 +49,9 @@ def test_gates(implementation: str | None, platform: str, biased: bool) -> None:
     expected = both[..., 0, :] / (1 + np.exp(-both[..., 0, :])) * both[..., 1, :]
     how: dict[str, Any] = {"platform": platform, "implementation": implementation}
     given = jnp.asarray(bias) if biased else None
-    out = jax.jit(lambda x, weight: normed_gate(x, scale, EPS, weight, given, **how))(x, weight)
+    out = jax.jit(lambda x, weight: normed_gate(x, scale, EPS, weight.reshape(-1, weight.shape[-1]), given, **how))(
+        x, weight
+    )
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -61,6 +63,6 @@ def test_the_result_has_the_dtype_of_x(implementation: str | None, platform: str
     how: dict[str, Any] = {"platform": platform, "implementation": implementation}
     for out in (
         normed_matmul(narrow[0], jnp.asarray(scale), EPS, narrow[1][0], **how),
-        normed_gate(narrow[0], jnp.asarray(scale), EPS, narrow[1], **how),
+        normed_gate(narrow[0], jnp.asarray(scale), EPS, narrow[1].reshape(-1, x.shape[-1]), **how),
     ):
         assert out.dtype == jnp.bfloat16

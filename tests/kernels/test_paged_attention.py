@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels import native
+from kernels.cache_attention.scaled import Scales, quantize
 from kernels.paged_attention import paged_attention
 from kernels.paged_attention.cpu_native import paged_write
 from kernels.select import KernelError
@@ -105,6 +106,28 @@ def test_narrow_caches(implementation, stored):
         np.testing.assert_allclose(got[row], expected(q[row], k, v, [length - 1]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_scaled_caches(implementation, kind):
+    """Exact on what is stored; a slot never written may hold any number and any scale."""
+    rng = np.random.default_rng(3)
+    stored, scales = zip(
+        *(quantize(jnp.asarray(rng.standard_normal((1, 5, K, 4, H)), jnp.float32), jnp.dtype(kind)) for _ in range(2)),
+        strict=True,
+    )
+    wide = [np.asarray(x, np.float32) * np.asarray(s)[..., None] for x, s in zip(stored, scales, strict=True)]
+    tables = np.array([[3, 1, 4], [2, 0, 0]], np.int32)
+    unwritten = [s.at[0, 4, :, 2:].set(np.nan).at[0, 2, :, 3:].set(np.nan) for s in scales]
+    positions = np.array([[9], [2]], np.int32)
+    q = rng.standard_normal((2, 1, K, G, H)).astype(np.float32)
+    where = {"layer": 0, "positions": jnp.asarray(positions), "stride": 1, "offset": 0, "platform": "cpu"}
+    own = Scales(*(unwritten if implementation == "xla" else scales))
+    got = paged_attention(q, *stored, jnp.asarray(tables), **where, implementation=implementation, scales=own).finish()
+    for row, length in enumerate((10, 3)):
+        k, v = (x[0][tables[row]].swapaxes(1, 2).reshape(-1, K, H)[:length] for x in wide)
+        np.testing.assert_allclose(got[row], expected(q[row], k, v, [length - 1]), rtol=1e-4, atol=1e-5)
+
+
 def test_a_long_context_is_split_and_merged_alike_in_any_company():
     """The bits of a row do not depend on the rows beside it, long or short."""
     if native.problem():
@@ -137,11 +160,16 @@ def test_writing_leaves_padding_and_the_rest_alone():
     rng = np.random.default_rng(2)
     cache = rng.standard_normal((2, 3, K, 4, H)).astype(np.float32)
     new = rng.standard_normal((4, K, H)).astype(np.float32)
+    marks = rng.integers(-9, 9, (2, 3, K, 4)).astype(np.int8)  # one number a position, as scales are
     pages, slots = np.array([2, 3, 0, -1], np.int32), np.array([1, 0, 3, 0], np.int32)
     want = cache.copy()
     want[1, 2, :, 1], want[1, 0, :, 3] = new[0], new[2]
     run = jax.jit(paged_write, donate_argnums=0)
     np.testing.assert_array_equal(run(jnp.array(cache), new, pages, slots, jnp.int32(1)), want)
+    want = marks.copy()
+    want[0, 2, :, 1], want[0, 0, :, 3] = 7, 9
+    values = np.array([[7] * K, [8] * K, [9] * K, [6] * K], np.int8)
+    np.testing.assert_array_equal(run(jnp.array(marks), values, pages, slots, jnp.int32(0)), want)
 
 
 def test_a_page_that_is_not_there_is_an_error_and_not_a_crash():

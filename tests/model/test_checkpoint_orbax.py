@@ -292,7 +292,7 @@ def edit(file: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "format_version is 2; this program reads version 1"),
+        ({"format_version": 3}, "format_version is 3; this program reads versions 1 and 2"),
         ({"format_version": None}, "format_version is None"),
         ({"tp": 0}, "tp is 0; it must be a positive integer"),
         ({"tp": "2"}, "tp is '2'"),
