@@ -28,8 +28,12 @@ from scripts._cli import (
     add_collective_option,
     add_device_options,
     add_kernels_option,
+    add_kv_dtype_option,
+    add_quant_options,
     chosen_collectives,
     chosen_kernels,
+    chosen_kv_dtype,
+    chosen_quantization,
     default_dtype,
     not_negative,
     positive,
@@ -137,7 +141,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device_options(machine)
     add_collective_option(machine)
     add_kernels_option(machine)
-    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
+    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32; of what is not quantised")
+    add_quant_options(machine)
+    add_kv_dtype_option(machine)
     machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
 
     add_process_options(parser)
@@ -153,14 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     keys = _api_keys(args)
+    quantization = chosen_quantization(args)
     cache = set_up(args.cpu_devices)
-    if jax.process_count() > 1:
-        raise UsageError(
-            "the batching engine runs in one process so far; serve on the devices of one host, or start a server on each "
-            "host behind a router (docs/scale-out.md)"
-        )
     # The address is taken before anything slow, and not yet listened at.
-    held = bind(args.host, args.port)
+    held = bind(args.host, args.port) if jax.process_index() == 0 else None
     model = open_model(args.model)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_every_process_has_a_device(layout.mesh)
@@ -175,7 +177,8 @@ def run(args: argparse.Namespace) -> None:
     if cache.problem:
         _say(args, f"note: compilation {cache.describe()}")
     check_mesh(layout)
-    params = model.load_params(layout, dtype, args.layers, progress=not args.quiet)
+    quantization = model.quantization_for(quantization)
+    params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,
         params,
@@ -184,8 +187,13 @@ def run(args: argparse.Namespace) -> None:
         layers=args.layers,
         collectives=collectives,
         kernels=chosen_kernels(args.kernels),
+        cache_dtype=chosen_kv_dtype(args.kv_dtype),
+        quantization=quantization,
     )
     engine = Engine(decoder, _engine_options(args))
+    if held is None:
+        engine.follow()
+        return
     limits = Limits(body_bytes=int(args.max_body_mib * MEBIBYTE), choices=args.max_choices)
     service = Service(engine, tokenizer, args.served_name or args.model, api_keys=keys, limits=limits)
     try:
