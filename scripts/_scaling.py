@@ -146,7 +146,7 @@ def read_chip(bytes_per_s: float, flops_per_s: float) -> Chip:
 
 
 def priced_as(form: CollectiveForm) -> SumForm:
-    """How the latency model prices a form of sum: one made by a kernel sends each term to everyone, as one-shot does."""
+    """How the latency model prices a form of sum: one made by a kernel sends each term to all, as one-shot does."""
     return "one_shot" if form in KERNEL_FORMS else form  # type: ignore[return-value]  # the others are the model's own
 
 
