@@ -33,8 +33,8 @@ FORMATS = {
 
 
 def take_apart(kind: str, raw: np.ndarray, cols: slice) -> Quantized:
-    """Stored bytes [rows, bytes] of a type in `FORMATS` -> values, and scales and offsets [rows, groups], of the columns
-    `cols`, which are whole groups of 32."""
+    """Stored bytes [rows, bytes] of a type in `FORMATS` -> values, and scales and offsets [rows, groups], of the
+    columns `cols`, which are whole groups of 32."""
     rows = len(raw)
     raw = np.ascontiguousarray(raw)
     if kind == "Q4_K":
@@ -52,9 +52,11 @@ def take_apart(kind: str, raw: np.ndarray, cols: slice) -> Quantized:
 
 
 def _take_apart_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, scales and offsets of Q4_K, [rows, blocks, 144]. The 12 bytes hold s and t of the first four runs in the low 6 bits of bytes 0 to 3
-    and 4 to 7; those of the last four have their low 4 bits in the halves of bytes 8 to 11, and their high 2 bits in
-    the high 2 of bytes 0 to 3 and 4 to 7."""
+    """Values, scales and offsets of Q4_K, [rows, blocks, 144].
+
+    The 12 bytes hold s and t of the first four runs in the low 6 bits of bytes 0 to 3 and 4 to 7; those of the last
+    four have their low 4 bits in the halves of bytes 8 to 11, and their high 2 bits in the high 2 of bytes 0 to 7.
+    """
     rows = len(blocks)
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     s = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1)
