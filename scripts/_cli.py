@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 
+from decode.batching.request import RequestError
 from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
+from decode.speculation.proposer import SpeculationError
 from kernels import native
 from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
@@ -51,8 +53,10 @@ USER_ERRORS = (
     NumericsError,
     PromptError,
     QuantizationError,
+    RequestError,
     RooflineError,
     SamplingError,
+    SpeculationError,
     TokenizerError,
     UsageError,
     OSError,
@@ -332,6 +336,17 @@ def positive(text: str) -> int:
 def not_negative(text: str) -> int:
     """argparse type: an integer of at least 0."""
     return _integer(text, 0)
+
+
+def positive_number(text: str) -> float:
+    """argparse type: a number above 0, at most a million."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0, and at most 1000000")
+    return value
 
 
 def integers(text: str) -> list[int]:
