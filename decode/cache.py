@@ -157,7 +157,7 @@ def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: 
         return lax.dynamic_update_slice(cache, new, (layer, 0, 0, slot, *at_start))
     slots = lax.div(positions[:, 0], np.int32(members))
     mine = lax.rem(positions[:, 0], np.int32(members)) == me
-    if B > (UNROLLED_ROWS if members == 1 else 1):
+    if (UNROLLED_ROWS if members == 1 else 1) < B:
         slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
         return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
     for row in range(B):

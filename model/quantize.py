@@ -24,7 +24,9 @@ DEFAULT_GROUP = {"int8": None, "int4": BLOCK, "fp8": None}
 """Values a scale where none is asked for; None is one scale for a whole row."""
 
 _LARGEST = {"int8": 127.0, "fp8": float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)}
-_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-offsets)?")
+_OFFSETS = {"int8": False, "int4": True, "fp8": False}
+"""Whether groups have offsets where a name does not say: 16 values are too few to be centred on zero."""
+_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-offsets|-symmetric)?")
 
 
 class QuantizationError(ValueError):
@@ -57,24 +59,29 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
-        """The format called "int8", "int4" or "fp8", "int4-g128" with a group, "int4-g32-offsets" with offsets too."""
+        """The format called "int8", "int4" or "fp8", "int4-g128" with a group. int4 has offsets, save in
+        "int4-g32-symmetric"; int8 has none, save in "int8-g32-offsets"."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise QuantizationError(
-                f"unknown quantisation {name!r}; known: {', '.join(KINDS)}, int8-gN, int4-gN, int4-gN-offsets"
+                f"unknown quantisation {name!r}; known: {', '.join(KINDS)}, int8-gN, int4-gN, int8-gN-offsets, "
+                "int4-gN-symmetric"
             )
-        return cls.of(match[1], None if match[2] is None else int(match[2]), offsets=match[3] is not None)
+        offsets = None if match[3] is None else match[3] == "-offsets"
+        return cls.of(match[1], None if match[2] is None else int(match[2]), offsets)
 
     @classmethod
-    def of(cls, kind: str, group: int | None = None, offsets: bool = False) -> WeightFormat:
-        """The kind with this group, or with its default one."""
-        return cls(kind, DEFAULT_GROUP.get(kind) if group is None else group, offsets)  # type: ignore[arg-type]
+    def of(cls, kind: str, group: int | None = None, offsets: bool | None = None) -> WeightFormat:
+        """The kind with this group and with or without offsets, each as is usual for it where None."""
+        group = DEFAULT_GROUP.get(kind) if group is None else group
+        return cls(kind, group, _OFFSETS.get(kind, False) if offsets is None else offsets)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
         """As ``parse`` reads it."""
         group = "" if self.group is None else f"-g{self.group}"
-        return f"{self.kind}{group}{'-offsets' if self.offsets else ''}"
+        usual = self.offsets == _OFFSETS[self.kind]
+        return f"{self.kind}{group}{'' if usual else '-offsets' if self.offsets else '-symmetric'}"
 
     def holds(self, other: WeightFormat) -> bool:
         """Whether numbers in this format are numbers in ``other`` as they stand: of one kind, in groups that whole
@@ -113,18 +120,23 @@ class Quantization:
 
     @classmethod
     def layers(cls, format: WeightFormat, rules: Sequence[str] = ()) -> Quantization:
-        """``format`` for the matrices of every layer, then ``rules`` of the form "PATTERN=FORMAT" or "PATTERN=none".
+        """``format`` for the matrices of every layer, then ``rules`` as ``of_rules`` reads them."""
+        return cls((("layers.*", format),)).also(cls.of_rules(rules))
 
-        Raises:
-            QuantizationError: a rule of another form, or one that matches nothing that a model has.
-        """
-        parsed: list[tuple[str, WeightFormat | None]] = [("layers.*", format)]
+    @classmethod
+    def of_rules(cls, rules: Sequence[str]) -> Quantization:
+        """Rules of the form "PATTERN=FORMAT" or "PATTERN=none". Raises QuantizationError for one of another form."""
+        parsed: list[tuple[str, WeightFormat | None]] = []
         for rule in rules:
             pattern, sign, name = rule.partition("=")
             if not sign or not pattern:
                 raise QuantizationError(f"rule {rule!r} is not PATTERN=FORMAT, such as head=int8 or layers.0.*=none")
             parsed.append((pattern, None if name == "none" else WeightFormat.parse(name)))
         return cls(tuple(parsed))
+
+    def also(self, other: Quantization) -> Quantization:
+        """These rules, and then the other's."""
+        return Quantization(self.rules + other.rules)
 
     def of(self, module: str) -> WeightFormat | None:
         """The format of a module's weight, by its path; None is wide."""

@@ -25,6 +25,7 @@ from kernels import native
 from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
 from model.checkpoint.errors import CheckpointError
+from model.checkpoint.resolve import ResolvedModel
 from model.config import ConfigError
 from model.quantize import KINDS, WIDE, Quantization, QuantizationError, WeightFormat
 from model.tokenizer import TokenizerError
@@ -36,6 +37,7 @@ from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+STORED = "stored"
 KV_DTYPES = {**DTYPES, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
@@ -126,7 +128,10 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
 
 def add_quant_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--quant", choices=KINDS, help="keep the layers' matrices in fewer bits; embedding, head and norms stay wide"
+        "--quant",
+        choices=(*KINDS, STORED),
+        help="keep the layers' matrices in fewer bits (embedding, head and norms stay wide), or every matrix as the "
+        "checkpoint stores it",
     )
     parser.add_argument(
         "--group",
@@ -148,11 +153,21 @@ def add_quant_rule_option(parser: argparse.ArgumentParser | argparse._ArgumentGr
     )
 
 
-def chosen_quantization(args: argparse.Namespace) -> Quantization:
-    """``--quant``, ``--group`` and ``--quant-rule`` together."""
+def chosen_quantization(args: argparse.Namespace, model: ResolvedModel) -> Quantization:
+    """``--quant``, ``--group`` and ``--quant-rule`` together, for this model."""
+    asked = asked_quantization(args)
+    return model.quantization_for(asked) if args.quant != STORED else model.stored_quantization().also(asked)
+
+
+def asked_quantization(args: argparse.Namespace) -> Quantization:
+    """The same as far as no model is needed: what can be refused is refused before anything slow."""
+    if args.quant == STORED:
+        if args.group is not None:
+            raise UsageError("--group goes with a format; with --quant stored the checkpoint has its own groups")
+        return Quantization.of_rules(args.quant_rule)
     if args.quant is None:
         if args.group is not None or args.quant_rule:
-            raise UsageError(f"--group and --quant-rule go with --quant, which is one of {', '.join(KINDS)}")
+            raise UsageError(f"--group and --quant-rule go with --quant, which is one of {', '.join((*KINDS, STORED))}")
         return WIDE
     return Quantization.layers(WeightFormat.of(args.quant, args.group), args.quant_rule)
 

@@ -2,7 +2,7 @@
 
     python -m scripts.eval_quality --model demo [--settings f32,bf16,int8,int4-g32,...] [--text FILE] [--json FILE]
 
-A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-offsets: the matrices of every
+A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-symmetric: the matrices of every
 layer), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus: int4-g32+int8-kv.
 
 Quantised weights are widened to float32 first, so that all of them run through the one program that was compiled for
@@ -45,7 +45,7 @@ from sharding.layout import Layout
 from sharding.mesh import make_mesh
 
 CONTEXT = 512
-SETTINGS = "f32,bf16,int8,int4-g32,int4-g128,int8-kv"
+SETTINGS = "f32,bf16,int8,fp8,int4-g32,int4-g128,int8-kv,fp8-kv"
 _CACHES = {"int8-kv": "int8", "fp8-kv": "float8_e4m3fn", "bf16-kv": "bfloat16"}
 
 COLUMNS = """\
@@ -219,7 +219,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--settings",
         default=SETTINGS,
         metavar="A,B,...",
-        help="f32, bf16, int8, fp8, int4-gN, int4-gN-offsets, int8-kv, fp8-kv, bf16-kv, or weights+cache such as "
+        help="f32, bf16, int8, fp8, int4-gN, int4-gN-symmetric, int8-kv, fp8-kv, bf16-kv, or weights+cache such as "
         f"int4-g32+int8-kv (default {SETTINGS})",
     )
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text to score instead of the one that is shipped")

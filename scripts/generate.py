@@ -37,6 +37,7 @@ from scripts._cli import (
     add_kernels_option,
     add_kv_dtype_option,
     add_quant_options,
+    asked_quantization,
     check_writable,
     chosen_collectives,
     chosen_kernels,
@@ -168,7 +169,7 @@ def generate(args: argparse.Namespace) -> None:
     # What can be refused is refused before anything slow.
     check_writable(args.json)
     sampling = _sampling(args)
-    quantization = chosen_quantization(args)
+    asked_quantization(args)
     StopStrings(args.stop)
     chats, texts = _asked(args)
     k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
@@ -188,6 +189,7 @@ def generate(args: argparse.Namespace) -> None:
     max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
     dtype = DTYPES[args.dtype or default_dtype()]
+    quantization = chosen_quantization(args, model)
     say(
         f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}{_quantised(quantization)}, "
         f"{args.layers} layers; {layout.describe()}"
@@ -198,7 +200,6 @@ def generate(args: argparse.Namespace) -> None:
     limit = measure_read_bandwidth(layout.mesh)
 
     began = time.perf_counter()
-    quantization = model.quantization_for(quantization)
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,

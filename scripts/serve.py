@@ -30,6 +30,7 @@ from scripts._cli import (
     add_kernels_option,
     add_kv_dtype_option,
     add_quant_options,
+    asked_quantization,
     chosen_collectives,
     chosen_kernels,
     chosen_kv_dtype,
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     keys = _api_keys(args)
-    quantization = chosen_quantization(args)
+    asked_quantization(args)
     cache = set_up(args.cpu_devices)
     # The address is taken before anything slow, and not yet listened at.
     held = bind(args.host, args.port) if jax.process_index() == 0 else None
@@ -177,7 +178,7 @@ def run(args: argparse.Namespace) -> None:
     if cache.problem:
         _say(args, f"note: compilation {cache.describe()}")
     check_mesh(layout)
-    quantization = model.quantization_for(quantization)
+    quantization = chosen_quantization(args, model)
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,

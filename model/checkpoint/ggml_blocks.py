@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.quantized import BLOCK
 from model.quantize import Quantized, WeightFormat, pack
 
 _Q4_1 = WeightFormat("int4", 32, offsets=True)
@@ -31,12 +32,15 @@ FORMATS = {
 }
 
 
-def take_apart(kind: str, raw: np.ndarray) -> Quantized:
-    """Stored bytes [rows, bytes of a row] of a type in `FORMATS` -> values, and scales and offsets [rows, blocks]."""
+def take_apart(kind: str, raw: np.ndarray, cols: slice) -> Quantized:
+    """Stored bytes [rows, bytes] of a type in `FORMATS` -> values, and scales and offsets [rows, groups], of the
+    columns `cols`, which are whole groups of 32."""
     rows = len(raw)
     raw = np.ascontiguousarray(raw)
     if kind == "Q4_K":
-        return _take_apart_k(raw.reshape(rows, -1, 144))
+        groups = slice(cols.start // BLOCK, cols.stop // BLOCK)
+        values, scales, offsets = _take_apart_k(raw.reshape(rows, -1, 144))
+        return Quantized(values[:, cols.start // 2 : cols.stop // 2], scales[:, groups], offsets[:, groups])
     size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[kind]
     blocks = raw.reshape(rows, -1, size)
     scales = _half(blocks, 0)
@@ -47,10 +51,12 @@ def take_apart(kind: str, raw: np.ndarray) -> Quantized:
     return Quantized(blocks[..., 4:].reshape(rows, -1), scales, _half(blocks, 2) + 8 * scales)
 
 
-def _take_apart_k(blocks: np.ndarray) -> Quantized:
-    """Q4_K, [rows, blocks, 144]. The 12 bytes hold s and t of the first four runs in the low 6 bits of bytes 0 to 3
-    and 4 to 7; those of the last four have their low 4 bits in the halves of bytes 8 to 11, and their high 2 bits in
-    the high 2 of bytes 0 to 3 and 4 to 7."""
+def _take_apart_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, scales and offsets of Q4_K, [rows, blocks, 144].
+
+    The 12 bytes hold s and t of the first four runs in the low 6 bits of bytes 0 to 3 and 4 to 7; those of the last
+    four have their low 4 bits in the halves of bytes 8 to 11, and their high 2 bits in the high 2 of bytes 0 to 7.
+    """
     rows = len(blocks)
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     s = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1)
@@ -59,7 +65,7 @@ def _take_apart_k(blocks: np.ndarray) -> Quantized:
     offsets = 8 * scales - (_half(blocks, 2)[..., None] * t).reshape(rows, -1)
     runs = blocks[..., 16:].reshape(rows, -1, 32)
     codes = np.stack([runs & 15, runs >> 4], axis=-2).reshape(rows, -1)
-    return Quantized(pack(codes.astype(np.int8) - np.int8(8)), scales, offsets)
+    return pack(codes.astype(np.int8) - np.int8(8)), scales, offsets
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:

@@ -127,9 +127,10 @@ class GgufSource:
         raw = _raw_rows(self._header, tensor, kind)
         head_size = self._head_size(tensor)
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        first, last = cols.start // block * block_bytes, -(-cols.stop // block) * block_bytes
-        raw = raw[_interleaved(rows, head_size), first:last] if head_size else raw[rows, first:last]
-        return ggml_blocks.take_apart(kind.name, raw)
+        first, last = cols.start // block, -(-cols.stop // block)
+        own = slice(first * block_bytes, last * block_bytes)
+        raw = raw[_interleaved(rows, head_size), own] if head_size else raw[rows, own]
+        return ggml_blocks.take_apart(kind.name, raw, slice(cols.start - first * block, cols.stop - first * block))
 
     def kept_format(self, name: str) -> WeightFormat | None:
         """As `stored_format`; 5-bit and 6-bit types, which have no such format, become 8-bit ones."""

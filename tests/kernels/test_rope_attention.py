@@ -136,7 +136,7 @@ def test_where_it_is_taken() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({0: jnp.zeros((1, 1, 2, 1, 16))}, r"heads must be \[B, T, K, G \+ 2, H\]"),
+        ({0: jnp.zeros((1, 2, 1, 4, 15))}, r"heads must be \[B, T, K, G \+ 2, H\]"),
         ({0: jnp.zeros((1, 1, 2, 4, 16), jnp.float16)}, "heads and out must both be float32 or bfloat16"),
         ({1: jnp.zeros((1, 1, 7))}, r"cos and sin must be \[B, T, H / 2\]"),
         ({3: jnp.zeros((2, 1, 2, 9, 16), BF16)}, "keys and values must both be float32, bfloat16 or uint16"),

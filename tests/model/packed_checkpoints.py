@@ -30,10 +30,9 @@ def words(numbers: np.ndarray, order: tuple[int, ...], bits: int = 4) -> np.ndar
     """Numbers [rows, n] -> int32 [rows, n * bits / 32]: bits `bits * i` and up of a word are its number `order[i]`."""
     count = 32 // bits
     out = np.zeros((numbers.shape[0], numbers.shape[1] // count), np.uint32)
-    for row in range(out.shape[0]):
-        for word in range(out.shape[1]):
-            for i, at in enumerate(order[:count]):
-                out[row, word] |= np.uint32(int(numbers[row, word * count + at]) << (bits * i))
+    for word in range(out.shape[1]):
+        for i, at in enumerate(order[:count]):
+            out[:, word] |= numbers[:, word * count + at].astype(np.uint32) << np.uint32(bits * i)
     return out.view(np.int32)
 
 

@@ -23,17 +23,17 @@ from tests.model.packed_checkpoints import CONFIG, Tensors, awq, compressed, gpt
 
 Made = tuple[dict[str, Any], Tensors, Tensors]
 CASES: dict[str, tuple[Callable[[], Made], str]] = {
-    "awq": (lambda: awq(128), "int4-g128-offsets"),
-    "awq group 32": (lambda: awq(32), "int4-g32-offsets"),
-    "gptq": (lambda: gptq(128, symmetric=True), "int4-g128"),
-    "gptq zeros": (lambda: gptq(128, symmetric=False), "int4-g128-offsets"),
-    "gptq_v2 zeros": (lambda: gptq(128, symmetric=False, checkpoint_format="gptq_v2"), "int4-g128-offsets"),
+    "awq": (lambda: awq(128), "int4-g128"),
+    "awq group 32": (lambda: awq(32), "int4-g32"),
+    "gptq": (lambda: gptq(128, symmetric=True), "int4-g128-symmetric"),
+    "gptq zeros": (lambda: gptq(128, symmetric=False), "int4-g128"),
+    "gptq_v2 zeros": (lambda: gptq(128, symmetric=False, checkpoint_format="gptq_v2"), "int4-g128"),
     "int8": (lambda: compressed("int-quantized", 8, "channel"), "int8"),
     "int8 tensor": (lambda: compressed("naive-quantized", 8, "tensor"), "int8"),
     "fp8": (lambda: compressed("float-quantized", 8, "channel"), "fp8"),
     "fp8 tensor": (lambda: compressed("float-quantized", 8, "tensor"), "fp8"),
-    "packed int4": (lambda: compressed("pack-quantized", 4, "group"), "int4-g128"),
-    "packed int4 zeros": (lambda: compressed("pack-quantized", 4, "group", symmetric=False), "int4-g128-offsets"),
+    "packed int4": (lambda: compressed("pack-quantized", 4, "group"), "int4-g128-symmetric"),
+    "packed int4 zeros": (lambda: compressed("pack-quantized", 4, "group", symmetric=False), "int4-g128"),
     "packed int8": (lambda: compressed("pack-quantized", 8, "channel"), "int8"),
     "packed int8 groups": (lambda: compressed("pack-quantized", 8, "group"), "int8-g128"),
 }
@@ -66,9 +66,8 @@ def test_values(case: str, tmp_path: Path) -> None:
         layout = Layout(make_mesh(tp, CONFIG.num_kv_heads))
         kept = load_params(model.source, CONFIG, layout, "f32", progress=False, quantization=quantization)
         assert kept["layers", 0, "mlp", "down", "weight"].dtype.itemsize == 1
-        check(
-            widened(kept, CONFIG, layout, quantization), expected, 1e-5 if "offsets" not in name else 8 * 0.1 * 2**-11
-        )
+        offsets = quantization.of("layers.0.mlp.down").offsets  # type: ignore[union-attr]
+        check(widened(kept, CONFIG, layout, quantization), expected, 8 * 0.1 * 2**-11 if offsets else 1e-5)
     wide = load_params(model.source, CONFIG, Layout(make_mesh(2, CONFIG.num_kv_heads)), "f32", progress=False)
     check(wide, expected, 1e-5)
 
@@ -121,14 +120,14 @@ def test_wrong_sizes_are_named(tmp_path: Path) -> None:
         changed = {**stored, f"{name}.{part}": np.ascontiguousarray(stored[f"{name}.{part}"][cut])}
         if part == "qweight":
             changed.pop(f"{name}.g_idx")
+        folder = str(write(tmp_path / part, config, changed))
         with pytest.raises(CheckpointError, match=message):
-            model = open_model(str(write(tmp_path / part, config, changed)))
-            stored_quantization(model.source, CONFIG)  # type: ignore[arg-type]
+            stored_quantization(open_model(folder).source, CONFIG)  # type: ignore[arg-type]
     missing = {key: value for key, value in stored.items() if key != f"{name}.qzeros"}
     with pytest.raises(CheckpointError, match=r"no model.layers.1.mlp.up_proj.qzeros"):
         open_model(str(write(tmp_path / "missing", config, missing)))
+    plain = {key: value for key, value in stored.items() if ".layers." not in key}
     with pytest.raises(CheckpointError, match=r"no tensor is called \*\.qweight"):
-        plain = {key: value for key, value in stored.items() if ".layers." not in key}
         open_model(str(write(tmp_path / "plain", config, plain)))
 
 

@@ -34,7 +34,7 @@ def test_a_peer_that_is_not_installed_is_an_error_that_says_how(
     ("options", "message"),
     [
         (["--steps", "33"], "one dispatch of ours runs at most 32"),
-        (["--model", "{here}"], "llama.cpp reads GGUF files|pass one of these files|--model takes"),
+        (["--model", "{here}"], "--model takes"),
         (["--json", "{here}"], "it is a folder"),
     ],
 )
@@ -47,7 +47,7 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     monkeypatch.setattr(bench_peers, "check_llama_cpp", lambda: "0")
     assert bench_peers.main([option.format(here=tmp_path) for option in options]) == 1
-    assert any(part in capsys.readouterr().err for part in message.split("|"))
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--peers", "ollama"], ["--widths", "q4_1"], ["--rounds", "0"]])
