@@ -102,9 +102,8 @@ class Collectives:
         """
         own = KERNEL_FORMS.get(self.collective, platform)
         if own != platform:
-            raise LayoutError(
-                f"collective {self.collective} runs on {own}, not {platform}; use psum, scatter or one_shot"
-            )
+            others = ", ".join(COLLECTIVE_FORMS)
+            raise LayoutError(f"collective {self.collective} runs on {own}, not {platform}; use one of {others}")
 
     def sum(self, x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
         """``all_reduce_sum``."""

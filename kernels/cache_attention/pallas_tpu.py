@@ -8,6 +8,7 @@ queries and keys: FlashAttention-2 (Dao, 2023).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,8 @@ def cache_attention(
     offset = jnp.asarray(offset, jnp.int32)
     needed = blocks_needed(rows.last, stride, offset, tile.slots)
 
-    def cache_block(b: Any, h: Any, j: Any, s: Any, layer: Any, offset: Any, last: Any, needed: Any) -> tuple[Any, ...]:
+    def cache_block(b: Any, h: Any, j: Any, s: Any, layer: Any, *scalars: Any) -> tuple[Any, ...]:
+        needed = scalars[-1]
         return layer[0], b, h, jnp.minimum(s, jnp.maximum(needed[b * blocks_of_rows + j] - 1, 0)), 0
 
     def scale_block(*at: Any) -> tuple[Any, ...]:  # of every head: one alone is no whole register
@@ -118,7 +120,7 @@ def cache_attention(
     cache_spec = pl.BlockSpec((1, 1, tile.heads, tile.slots, H), cache_block)
     scale_specs = [pl.BlockSpec((1, 1, K, tile.slots), scale_block)] * (0 if scales is None else 2)
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4,
+        num_scalar_prefetch=5,
         grid=(B, K // tile.heads, blocks_of_rows, jnp.maximum(jnp.max(needed), 1)),
         in_specs=[
             pl.BlockSpec((1, tile.heads, tile.rows, H), row_block),
@@ -152,6 +154,7 @@ def cache_attention(
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
         offset.reshape(1),
+        rows.first.reshape(-1),
         rows.last.reshape(-1),  # of one axis: SMEM pads a second to whole registers
         needed.reshape(-1),
         rows.q,
@@ -169,7 +172,9 @@ def _tile(q: jax.Array, keys: jax.Array, *, scaled: bool) -> Tile | None:
 
 
 def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> Any:
-    def kernel(layer: Any, offset: Any, last: Any, needed: Any, q: Any, row_positions: Any, *refs: Any) -> None:
+    def kernel(
+        layer: Any, offset: Any, first: Any, last: Any, needed: Any, q: Any, row_positions: Any, *refs: Any
+    ) -> None:
         keys, values = refs[:2]
         key_scales, value_scales = refs[2:4] if scaled else (None, None)
         out, stats, acc, top, total = refs[-5:]
@@ -182,29 +187,40 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
             top[...] = jnp.full_like(top, MASKED)
             total[...] = jnp.zeros_like(total)
 
-        @pl.when(s < needed[at])
-        def _() -> None:
-            slots = s * tile.slots + lax.broadcasted_iota(jnp.int32, (1, tile.slots), 1)
-            seen = slots * stride + offset[0] <= row_positions[0]
-            slots_down = s * tile.slots + lax.broadcasted_iota(jnp.int32, (tile.slots, 1), 0)
-            held = slots_down * stride + offset[0] <= last[at]
+        def read(*, masked: bool) -> None:
+            seen = held = None
+            if masked:
+                slots = s * tile.slots + lax.broadcasted_iota(jnp.int32, (1, tile.slots), 1)
+                seen = slots * stride + offset[0] <= row_positions[0]
+                slots_down = s * tile.slots + lax.broadcasted_iota(jnp.int32, (tile.slots, 1), 0)
+                held = slots_down * stride + offset[0] <= last[at]
             for head in range(tile.heads):
                 scores = _dot(q[0, head], widened(keys[0, 0, head], q.dtype), ((1,), (1,))) * q.shape[-1] ** -0.5
                 if scaled:
                     scores = scores * key_scales[0, 0, pl.ds(h * tile.heads + head, 1), :]
-                scores = jnp.where(seen, scores, MASKED)
+                if masked:
+                    scores = jnp.where(seen, scores, MASKED)
                 before = top[head][:, :1]
                 now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-                weight = jnp.where(seen, jnp.exp(scores - now), 0.0)
+                weight = jnp.exp(scores - now)
+                if masked:
+                    weight = jnp.where(seen, weight, 0.0)
                 decay = jnp.exp(before - now)
                 total[head] = total[head] * decay + jnp.sum(weight, axis=1, keepdims=True)
                 if scaled:
-                    weight = jnp.where(seen, weight * value_scales[0, 0, pl.ds(h * tile.heads + head, 1), :], 0.0)
-                # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
-                v = widened(values[0, 0, head], jnp.float32).astype(jnp.float32)
-                v = jnp.where(held, v, 0.0).astype(_meets(values.dtype, q.dtype))
-                acc[head] = acc[head] * decay + _dot(weight, v, ((1,), (0,)))
+                    weight = weight * value_scales[0, 0, pl.ds(h * tile.heads + head, 1), :]
+                v = values[0, 0, head]
+                if masked:
+                    # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
+                    weight = jnp.where(seen, weight, 0.0) if scaled else weight
+                    v = jnp.where(held, v.astype(jnp.float32), 0.0)
+                acc[head] = acc[head] * decay + _dot(weight, v.astype(_meets(values.dtype, q.dtype)), ((1,), (0,)))
                 top[head] = jnp.broadcast_to(now, top.shape[1:])
+
+        # Most blocks are seen whole by every query of theirs, and need no mask.
+        whole = ((s + 1) * tile.slots - 1) * stride + offset[0] <= first[at]
+        pl.when((s < needed[at]) & whole)(functools.partial(read, masked=False))
+        pl.when((s < needed[at]) & ~whole)(functools.partial(read, masked=True))
 
         @pl.when(s == pl.num_programs(3) - 1)
         def _() -> None:

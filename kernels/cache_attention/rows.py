@@ -16,11 +16,12 @@ class Rows(NamedTuple):
 
     q: [B, K, R, H], position after position, the heads of its group within.
     positions: int32 [B, R], -1 in the padding.
-    last: int32 [B, blocks], the last position that a block holds.
+    first, last: int32 [B, blocks], the first and the last position that a block holds, padding apart.
     """
 
     q: jax.Array
     positions: jax.Array
+    first: jax.Array
     last: jax.Array
 
 
@@ -30,7 +31,9 @@ def by_head(q: jax.Array, positions: jax.Array, block: int) -> Rows:
     padding = -T * G % block
     rows = jnp.pad(q.transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H), ((0, 0), (0, 0), (0, padding), (0, 0)))
     at = jnp.pad(jnp.repeat(positions.astype(jnp.int32), G, axis=1), ((0, 0), (0, padding)), constant_values=-1)
-    return Rows(rows, at, jnp.max(at.reshape(B, -1, block), axis=2))
+    blocks = at.reshape(B, -1, block)
+    first = jnp.min(jnp.where(blocks < 0, jnp.iinfo(jnp.int32).max, blocks), axis=2)
+    return Rows(rows, at, first, jnp.max(blocks, axis=2))
 
 
 def by_position(part: Partial, T: int, G: int) -> Partial:

@@ -174,7 +174,7 @@ def test_storage_of_bits(implementation: str) -> None:
 def test_the_definition_agrees_with_numpy_on_scaled_caches() -> None:
     case = Case((2, 2, 2, 2, 16, 20), jnp.dtype(jnp.int8), [[18, 19], [2, 3]])
     where = {"layer": LAYER, "positions": case.positions, "stride": 1, "offset": 0, "scales": case.scales}
-    found = reference.cache_attention(case.q, case.keys, case.values, **where)
+    found = jax.jit(lambda *arrays: reference.cache_attention(*arrays, **where))(case.q, case.keys, case.values)
     np.testing.assert_allclose(found.finish(), case.expected[0], atol=TIGHT)
 
 
@@ -184,9 +184,10 @@ def test_blocks_that_hold_something(last: int, stride: int, slots: int, data: st
     """No more are read than hold a position, and no fewer."""
     offset = data.draw(st.integers(0, stride - 1))
     filled = [slot for slot in range(301) if slot * stride + offset <= last]
-    with jax.disable_jit():
-        found = int(blocks_needed(jnp.int32(last), stride, offset, slots))
-    assert found == len({slot // slots for slot in filled})
+    assert int(_blocks_needed(np.int32(last), stride, offset, slots)) == len({slot // slots for slot in filled})
+
+
+_blocks_needed = jax.jit(blocks_needed)
 
 
 # --- which one runs ---

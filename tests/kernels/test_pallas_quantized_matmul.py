@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.normed_gate import normed_gate
+from kernels.normed_matmul import normed_matmul
 from kernels.quantized import QuantizedWeight, pack
 from kernels.quantized_matmul import pallas_gpu, pallas_tpu, quantized_matmul, table
 from kernels.select import KernelError
@@ -138,6 +140,14 @@ def test_every_row_of_the_table_is_reached_and_gives_its_reason() -> None:
         shapes("tpu", "int8", None, 64, 64), offsets=jax.ShapeDtypeStruct((64, 1), jnp.float32)
     )
     assert table.choose("tpu", 1, per_row).implementation == "pallas_tpu"
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("tpu", "int4"), ("gpu", "packed")])
+def test_products_behind_a_norm_use_it_too(platform: str, kind: str) -> None:
+    x, scale, weight = jnp.zeros((1, 64)), jnp.zeros(64), random_weight(32, 64, kind, 32, offsets=False)
+    for operation in (normed_matmul, normed_gate):
+        traced = jax.make_jaxpr(lambda x, w, op=operation: op(x, scale, 1e-5, w, platform=platform))(x, weight)
+        assert str(traced).count("pallas_call[") == 1
 
 
 @pytest.mark.parametrize("name", ["v5e", "v6e", "h100"])
