@@ -41,7 +41,7 @@ def normed_gate(
     if chosen == "cpu_native" and bias is None:
         out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, weight)
         return out.reshape(*x.shape[:-1], weight.shape[0] // 2)
-    return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=chosen)
+    return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=implementation)
 
 
 def gate(

@@ -37,6 +37,6 @@ def normed_matmul(
     """
     chosen = choose("normed_matmul", x, weight, platform, implementation, scale)
     if chosen != "cpu_native":
-        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=chosen)
+        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=implementation)
     out = cpu_native.normed_matmul(x.reshape(-1, x.shape[-1]), scale, eps, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
