@@ -18,24 +18,10 @@ from tests.model.checkpoint_files import small_config
 from tests.scripts.tiny import BOS, EOS, write_tiny
 
 CONFIG = small_config(vocab_size=258, bos_token_id=BOS, eos_token_ids=(EOS,), num_layers=2)
-SMALL = [
-    "--layers",
-    "1",
-    "--length",
-    "32",
-    "--batch",
-    "4",
-    "--held-out",
-    "4",
-    "--vocabulary",
-    "64",
-    "--warmup",
-    "1",
-    "--checkpoint-every",
-    "3",
-    "--tp",
-    "1",
-]
+SMALL = (
+    *("--layers", "1", "--length", "32", "--batch", "4", "--held-out", "4", "--vocabulary", "64"),
+    *("--warmup", "1", "--checkpoint-every", "3", "--tp", "1"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +60,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
 
     taken = 0
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     original = train_draft._Run._inputs
@@ -83,11 +69,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(
         nonlocal taken
         taken += name == "learnt"
         if taken == 5:  # after the checkpoint of step 3, and a step that is lost
-            raise Killed
+            raise KilledError
         return original(self, name, *arguments)
 
     monkeypatch.setattr(train_draft._Run, "_inputs", inputs)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         train(teacher, tmp_path / "cut", *options)
     monkeypatch.setattr(train_draft._Run, "_inputs", original)
     assert not (tmp_path / "cut").exists()
