@@ -84,7 +84,7 @@ def test_bench_compares_modes(
     monkeypatch.setattr("scripts.bench_speculation.PROMPTS", {"chat": "ab ab", "story": "abc"})
     target = tmp_path / "bench.json"
     options = ["--model", str(tiny), "--speculate", "ngram", "--k", "1", "--rounds", "1", "--json", str(target)]
-    assert bench_decode.main([*options, "--steps", "8"]) == 0
+    assert bench_decode.main(options) == 0
     assert "| story  | ngram |" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
     assert [(row["prompt"], row["mode"]) for row in rows] == [
