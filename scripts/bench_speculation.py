@@ -83,9 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-new-tokens", type=positive, default=160, metavar="N", help="tokens of an answer (default 160)"
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="samples of each (default 3)")
-    parser.add_argument(
-        "--prompts", default=",".join(PROMPTS), metavar="LIST", help=f"some of {','.join(PROMPTS)} (default all)"
-    )
+    parser.add_argument("--prompts", metavar="LIST", help=f"some of {','.join(PROMPTS)} (default all)")
     parser.add_argument("--json", metavar="PATH", help="write every sample; - is standard output")
     return parser.parse_args(argv)
 
@@ -112,7 +110,7 @@ def bench(args: argparse.Namespace) -> None:
     check_writable(args.json)
     proposers = args.speculate or [NGRAM]
     k = check_speculation_options(proposers, args.k, args.draft_dtype)
-    kinds = args.prompts.split(",")
+    kinds = args.prompts.split(",") if args.prompts else list(PROMPTS)
     if unknown := [kind for kind in kinds if kind not in PROMPTS]:
         raise UsageError(f"--prompts has {', '.join(unknown)}; there are {', '.join(PROMPTS)}")
     cache = set_up(args.cpu_devices, spare=args.tp)
@@ -130,18 +128,20 @@ def bench(args: argparse.Namespace) -> None:
         modes.append(Mode(name, SpeculativeDecoder(decoder, make_proposer(name, decoder, args.draft_dtype), k)))
     prompts = {kind: _prompt(tokenizer, PROMPTS[kind]) for kind in kinds}
     # One size for all: a program is compiled for the cache's.
-    max_len = max(map(len, prompts.values())) + args.max_new_tokens
+    longest = max(map(len, prompts.values()))
+    new_tokens = min(args.max_new_tokens, model.config.max_position_embeddings - longest)
+    max_len = longest + max(new_tokens, 1)
     for kind, prompt in prompts.items():
         for turn in range(args.rounds + 1):
             for mode in modes:
-                _sample(mode, kind, prompt, tokenizer, args.max_new_tokens, max_len, keep=turn > 0)
+                _sample(mode, kind, prompt, tokenizer, new_tokens, max_len, keep=turn > 0)
     rows = [_row(mode, modes[0], kind, model.config) for kind in kinds for mode in modes]
     run = {
         "model": args.model,
         "dtype": dtype,
         "tp": args.tp,
         "k": k,
-        "max_new_tokens": args.max_new_tokens,
+        "max_new_tokens": new_tokens,
         "rounds": args.rounds,
         "compile_cache": cache.describe(),
         "versions": versions(),

@@ -192,7 +192,7 @@ class SpeculativeDecoder:
             )
             if used == k and k:
                 k = control.choose(~done)
-                if k == 0:
+                if k == 0 and not done.all():
                     self.tally.stops += 1
                     plain_left = control.paused()
             elif k == 0:

@@ -57,7 +57,7 @@ def test_best_k_is_none_where_nothing_gains() -> None:
 
 def test_prediction_on_a_chip_that_reading_bounds() -> None:
     """A verifying pass costs hardly more than a step there, so that proposals for nothing gain their tokens."""
-    target, draft = Case(preset("llama3.1-70b"), context=512, tp=8), Case(preset("llama3.2-1b"), context=512, tp=8)
+    target, draft = Case(preset("llama-3.1-70b"), context=512, tp=8), Case(preset("llama-3.2-1b"), context=512, tp=8)
     chip = get_chip("h100")
     free = predict(target, chip, 0.7, 4)
     assert free.verify_s == pytest.approx(free.plain_s, rel=0.05)
@@ -66,4 +66,5 @@ def test_prediction_on_a_chip_that_reading_bounds() -> None:
     paid = predict(target, chip, 0.7, 4, draft)
     assert paid.draft_s == tpot(draft, chip).total
     expected = paid.tokens_per_pass * paid.plain_s / (4 * paid.draft_s + paid.verify_s)
-    assert 1 < paid.speed_up == pytest.approx(expected) < free.speed_up
+    assert paid.speed_up == pytest.approx(expected)
+    assert 1 < paid.speed_up < free.speed_up
