@@ -30,6 +30,7 @@ TARGETS = (
     "shardstream_normed_matmul",
     "shardstream_normed_gate",
     "shardstream_cache_attention",
+    "shardstream_rope_attention",
     "shardstream_paged_attention",
     "shardstream_paged_write",
 )

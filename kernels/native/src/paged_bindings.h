@@ -1,4 +1,4 @@
-// The paged operations as XLA calls them. Included by bindings.cc, whose helpers it uses.
+// The paged operations as XLA calls them. Included by bindings.cc.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +9,18 @@
 #include <type_traits>
 #include <vector>
 
+#include "cached.h"
+#include "operands.h"
 #include "paged.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace shardstream {
-namespace {
 
 // q [B, T, K, G, H] against layer `layer` of keys and values [L, pages, K, S, H], tile b over the pages in tables
 // [B, P]; slot s of the i-th of them holds position (i * S + s) * stride + offset, and the query at positions [B, T]
 // sees positions up to its own. -> out like q, max and sum [B, T, K, G].
-ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+inline ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                           ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions,
                           ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::Buffer<ffi::F32>> out,
                           ffi::Result<ffi::Buffer<ffi::F32>> max, ffi::Result<ffi::Buffer<ffi::F32>> sum,
@@ -79,7 +80,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   WithType(keys, [&](auto* base) {
     using C = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const C* other = Data<C>(values);
-    Parallel(pool, B * K * segments, [&](int64_t piece) {
+    const auto attend = [&](int64_t piece) {
       const int64_t segment = piece % segments, k = piece / segments % K, b = piece / segments / K;
       std::vector<float> work(Q * (H + kSlots + 1) + (segments > 1 ? 0 : step));
       float *rows = work.data(), *scores = rows + Q * H, *decay = scores + Q * kSlots;
@@ -93,7 +94,14 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
       AttendPages(rows, Q, H, base + head, other + head, tables.typed_data() + b * P, K * S * H, S, begin, end,
                   seen.data() + b * Q, scores, decay, part, part + Q * H, part + Q * H + Q);
       if (segments == 1) store(part, b, k);
-    });
+    };
+    int64_t bytes = 0;
+    for (int64_t b = 0; b < B; ++b) bytes += 2 * K * filled[b] * H * static_cast<int64_t>(sizeof(C));
+    if (bytes < kAlone) {
+      for (int64_t piece = 0; piece < B * K * segments; ++piece) attend(piece);
+    } else {
+      Parallel(pool, B * K * segments, attend);
+    }
   });
   if (segments == 1) return ffi::Error::Success();
   for (int64_t b = 0; b < B; ++b) {
@@ -111,7 +119,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
 
 // new [N, K, ...] to layer `layer` of cache [L, pages, K, S, ...], each at its own page and slot; a page outside the
 // cache is skipped. The cache is written in place.
-ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Buffer<ffi::S32> pages,
+inline ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Buffer<ffi::S32> pages,
                       ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> out) {
   const auto cs = cache.dimensions(), ns = fresh.dimensions();
   if (cs.size() < 4 || ns.size() != cs.size() - 2 || cs[2] != ns[1] ||
@@ -144,7 +152,6 @@ ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Buffer<ff
   return ffi::Error::Success();
 }
 
-}  // namespace
 }  // namespace shardstream
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_attention, shardstream::Guard<shardstream::PagedAttention>::Run,
