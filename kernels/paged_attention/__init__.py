@@ -124,5 +124,6 @@ def paged_extend(
     Returns:
         The weighted mean of the values [1, N, K, G, H] in heads' dtype, and the cache with the new keys and values.
     """
-    where = {"layer": layer, "positions": positions, "rows": rows, "tile": tile}
-    return cpu_native.paged_extend(heads, cos, sin, keys, values, tables, **where)
+    return cpu_native.paged_extend(
+        heads, cos, sin, keys, values, tables, layer=layer, positions=positions, rows=rows, tile=tile
+    )

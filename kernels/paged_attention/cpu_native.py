@@ -65,4 +65,5 @@ def paged_extend(
     shapes += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
     call = jax.ffi.ffi_call("shardstream_paged_extend", shapes, input_output_aliases={3: 1, 4: 2})
     place = (tables, jnp.asarray(layer, jnp.int32), positions.astype(jnp.int32))
-    return call(heads, cos, sin, keys, values, *place, rows=np.int32(rows), tile=np.int32(tile))
+    out, keys, values = call(heads, cos, sin, keys, values, *place, rows=np.int32(rows), tile=np.int32(tile))
+    return out, keys, values
