@@ -32,9 +32,9 @@ def some_requests() -> list[Request]:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_each_request_as_if_alone(tp: int) -> None:
-    """Few pages for three at once, so that preemption takes part."""
+    """There are few pages for three at once, so preemption takes part."""
     wanted = some_requests()
-    with running(tp, pages=11) as engine:
+    with running(tp) as engine:
         tickets = [engine.submit(request) for request in wanted]
         for request, ticket in zip(wanted, tickets, strict=True):
             got, expected = finished(ticket), alone(request, tp)
@@ -47,7 +47,7 @@ def test_each_request_as_if_alone(tp: int) -> None:
 
 def test_preemption_and_the_prefix_cache_leave_the_text_alone() -> None:
     long = [Request(some_tokens(CONFIG, 60, seed), 80, EVERYTHING) for seed in range(3)]
-    with running(pages=11) as engine:
+    with running() as engine:
         texts = [finished(ticket).tokens for ticket in [engine.submit(request) for request in long]]
         assert engine.stats().preemptions > 0
         assert texts == [alone(request).tokens for request in long]
