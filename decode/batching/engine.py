@@ -293,8 +293,8 @@ class Engine:
                 self._averages[name] = value if not before else before + RECENT * (value - before)
 
     def _busy_until(self) -> float:
-        """When the steps on their way are expected to end."""
-        if not self._sent:
+        """When the steps on their way are expected to end; asked only where there is a target to keep."""
+        if not self._sent or self.options.tpot_slo_s is None:
             return 0.0
         model = self._fit.model
         seconds = sum(model.seconds(sent.plan.R, sent.plan.C, sent.plan.context) for sent in self._sent)

@@ -11,7 +11,7 @@ class EngineOptions:
 
     max_batch: requests that run together at most.
     max_len: positions of a request at most, prompt and output; None: what the model was made for, at most 8192.
-    page_size: positions of a cache page; rounded up to a multiple of ``kv_seq``.
+    page_size: positions of a cache page; rounded up to 16, 32, 64..., and to a multiple of ``kv_seq``.
     pages: pages of the cache; None: as many as hold ``max_batch`` requests of ``max_len``, within 1/4 of memory.
     token_budget: prompt tokens that a step takes beside its decodes, at most.
     prefix_cache: share full pages of equal prompts, and keep them until their room is needed.

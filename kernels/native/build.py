@@ -32,6 +32,7 @@ TARGETS = (
     "shardstream_cache_attention",
     "shardstream_rope_attention",
     "shardstream_paged_attention",
+    "shardstream_paged_extend",
     "shardstream_paged_write",
 )
 """The symbols of the library, which are also the names XLA calls them by."""
