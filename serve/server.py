@@ -18,7 +18,7 @@ LAST_WORDS_S = 5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address, and does not listen yet. Raises OSError. Port 0 takes a free one."""
+    """A socket that holds the address, and does not listen yet. Raises OSError with both. Port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it a token can wait 40 ms for the one
     # before to be acknowledged.
@@ -26,9 +26,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
-    except OSError:
+    except OSError as error:
         held.close()
-        raise
+        raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from None
     return held
 
 
