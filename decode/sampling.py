@@ -213,16 +213,16 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike, c
 
 
 def _gumbel(seed: ArrayLike, positions: jax.Array, ids: jax.Array) -> jax.Array:
-    """Noise float32 [B, V / tp], a pure function of (seed, position, token id)."""
+    """Noise float32 [B, V / tp], a pure function of (seed, position, token id); seed uint32 [2] or [B, 2]."""
 
-    def row(position: jax.Array) -> jax.Array:
+    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
         # Threefry is a block cipher over two words: key by (seed, position), then encrypt each token id.
         count = jnp.stack([position.astype(jnp.uint32), jnp.uint32(0)])
         key = threefry_2x32(seed, count)
         words = ids.astype(jnp.uint32)
         return threefry_2x32(key, jnp.concatenate([words, jnp.zeros_like(words)]))[: ids.shape[0]]
 
-    return _gumbel_of(jax.vmap(row)(positions))
+    return _gumbel_of(jax.vmap(row)(jnp.broadcast_to(seed, (*positions.shape, 2)), positions))
 
 
 def _gumbel_of(bits: jax.Array) -> jax.Array:

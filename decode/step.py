@@ -77,9 +77,10 @@ class Programs:
         cache_dtype: Any = None,
         quantization: Quantization = WIDE,
     ):
+        collectives.check_platform(layout.platform)
         self.config, self.layout, self.collectives = config, layout, collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
-        self.stacked = layers == "scan"
+        self.stacked, self.kernels = layers == "scan", kernels
         build = functools.partial(
             Llama, config, dtype, platform=layout.platform, layers=layers, attention=kernels, quantization=quantization
         )

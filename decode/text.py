@@ -5,12 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from decode.decoder import Decoder
+from decode.decoder import Arrival
 from decode.sampling import SamplingParams
 from decode.timing import Timing
 from model.tokenizer import StopStrings, Tokenizer
+
+
+class Generator(Protocol):
+    """What makes tokens: ``decode.decoder.Decoder``, or one that speculates."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        max_len: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop_token_ids: Sequence[int] = (),
+        steps_per_dispatch: int | None = None,
+    ) -> Iterator[Arrival]:
+        """See ``Decoder.generate``."""
+        ...
 
 
 @dataclass
@@ -30,6 +47,44 @@ class Completion:
     finish_reason: Literal["stop", "length"] | None = None
 
 
+class RowText:
+    """The text of one prompt's output as its tokens arrive, kept in ``completion``.
+
+    Args:
+        stop: stop strings; the text ends where the first of them begins.
+        continuation: see ``TextGeneration``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, completion: Completion, stop: Sequence[str], *, continuation: bool):
+        self.completion = completion
+        self._stop_token_ids = frozenset(tokenizer.stop_token_ids)
+        self._stream, self._stops = tokenizer.stream(continuation=continuation), StopStrings(list(stop))
+
+    def push(self, token: int, logprob: float) -> str:
+        """One generated token -> the text that is now certain."""
+        completion = self.completion
+        if completion.finish_reason:  # decoded past a stop string before the host saw it
+            return ""
+        completion.token_ids.append(token)
+        completion.logprobs.append(logprob)
+        if token in self._stop_token_ids:
+            return self.finish("stop")
+        text = self._stops.push(self._stream.push(token))
+        completion.text += text
+        if self._stops.stopped:
+            completion.finish_reason = "stop"
+        return text
+
+    def finish(self, reason: Literal["stop", "length"]) -> str:
+        """The end, for ``reason`` unless a stop string is found in what is left: the last of the text."""
+        text = self._stops.push(self._stream.flush())
+        if not self._stops.stopped:
+            text += self._stops.flush()
+        self.completion.text += text
+        self.completion.finish_reason = "stop" if self._stops.stopped else reason
+        return text
+
+
 class TextGeneration:
     """One batch of prompts being completed. Iterate for (row, new text) pairs; then read the results.
 
@@ -45,7 +100,7 @@ class TextGeneration:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Generator,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         *,
@@ -56,13 +111,14 @@ class TextGeneration:
         continuation: bool | Sequence[bool] = False,
         steps_per_dispatch: int | None = None,
     ):
-        self.stop_token_ids = frozenset(tokenizer.stop_token_ids)
         self.completions = [Completion(len(prompt)) for prompt in prompts]
         keeps = [continuation] * len(prompts) if isinstance(continuation, bool) else list(continuation)
         if len(keeps) != len(prompts):
             raise ValueError(f"continuation has {len(keeps)} values for {len(prompts)} prompts; give one for each")
-        self._streams = [tokenizer.stream(continuation=keep) for keep in keeps]
-        self._stops = [StopStrings(list(stop)) for _ in prompts]
+        self._rows = [
+            RowText(tokenizer, completion, stop, continuation=keep)
+            for completion, keep in zip(self.completions, keeps, strict=True)
+        ]
         self._arrivals = decoder.generate(
             prompts,
             max_new_tokens=max_new_tokens,
@@ -78,14 +134,14 @@ class TextGeneration:
         for arrival in self._arrivals:
             self.timing.arrived(arrival.at, arrival.steps, sum(map(len, arrival.tokens)))
             for row, (tokens, logprobs) in enumerate(zip(arrival.tokens, arrival.logprobs, strict=True)):
-                text = "".join(self._take(row, *one) for one in zip(tokens, logprobs, strict=True))
+                text = "".join(self._rows[row].push(*one) for one in zip(tokens, logprobs, strict=True))
                 if text:
                     yield row, text
             if all(completion.finish_reason for completion in self.completions):
                 break
         for row, completion in enumerate(self.completions):
             if completion.finish_reason is None:
-                text = self._finish(row, "length")
+                text = self._rows[row].finish("length")
                 if text:
                     yield row, text
 
@@ -94,27 +150,3 @@ class TextGeneration:
         for _ in self:
             pass
         return self.completions
-
-    def _take(self, row: int, token: int, logprob: float) -> str:
-        """One generated token -> the text that is now certain."""
-        completion, stops = self.completions[row], self._stops[row]
-        if completion.finish_reason:  # decoded past a stop string before the host saw it
-            return ""
-        completion.token_ids.append(token)
-        completion.logprobs.append(logprob)
-        if token in self.stop_token_ids:
-            return self._finish(row, "stop")
-        text = stops.push(self._streams[row].push(token))
-        completion.text += text
-        if stops.stopped:
-            completion.finish_reason = "stop"
-        return text
-
-    def _finish(self, row: int, reason: Literal["stop", "length"]) -> str:
-        completion, stops = self.completions[row], self._stops[row]
-        text = stops.push(self._streams[row].flush())
-        if not stops.stopped:
-            text += stops.flush()
-        completion.text += text
-        completion.finish_reason = "stop" if stops.stopped else reason
-        return text

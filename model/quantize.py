@@ -125,18 +125,23 @@ class Quantization:
 
     @classmethod
     def layers(cls, format: WeightFormat, rules: Sequence[str] = ()) -> Quantization:
-        """``format`` for the matrices of every layer, then ``rules`` of the form "PATTERN=FORMAT" or "PATTERN=none".
+        """``format`` for the matrices of every layer, then ``rules`` as ``of_rules`` reads them."""
+        return cls((("layers.*", format),)).also(cls.of_rules(rules))
 
-        Raises:
-            QuantizationError: a rule of another form, or one that matches nothing that a model has.
-        """
-        parsed: list[tuple[str, WeightFormat | None]] = [("layers.*", format)]
+    @classmethod
+    def of_rules(cls, rules: Sequence[str]) -> Quantization:
+        """Rules of the form "PATTERN=FORMAT" or "PATTERN=none". Raises QuantizationError for one of another form."""
+        parsed: list[tuple[str, WeightFormat | None]] = []
         for rule in rules:
             pattern, sign, name = rule.partition("=")
             if not sign or not pattern:
                 raise QuantizationError(f"rule {rule!r} is not PATTERN=FORMAT, such as head=int8 or layers.0.*=none")
             parsed.append((pattern, None if name == "none" else WeightFormat.parse(name)))
         return cls(tuple(parsed))
+
+    def also(self, other: Quantization) -> Quantization:
+        """These rules, and then the other's."""
+        return Quantization(self.rules + other.rules)
 
     def of(self, module: str) -> WeightFormat | None:
         """The format of a module's weight, by its path; None is wide."""

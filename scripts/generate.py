@@ -22,6 +22,7 @@ from decode.cache import check_fits
 from decode.compile_cache import CompileCache
 from decode.decoder import Decoder, PromptError
 from decode.sampling import SamplingParams
+from decode.speculation.decoder import SpeculativeDecoder
 from decode.text import Completion, TextGeneration
 from decode.timing import Timing
 from model.checkpoint.resolve import ACCEPTED, open_model
@@ -36,6 +37,7 @@ from scripts._cli import (
     add_kernels_option,
     add_kv_dtype_option,
     add_quant_options,
+    asked_quantization,
     check_writable,
     chosen_collectives,
     chosen_kernels,
@@ -51,12 +53,24 @@ from scripts._cli import (
     versions,
     write_json,
 )
+from scripts._many import ManyRun, run_many
 from scripts._processes import add_process_options
 from scripts._report import report_lines, step_bytes, step_facts
+from scripts._speculation import (
+    add_speculation_options,
+    check_draft,
+    check_speculation_options,
+    make_proposer,
+    speculation_facts,
+    speculation_lines,
+)
 from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.layout import Layout
 from sharding.mesh import check_every_process_has_a_device, make_mesh
 from sharding.self_check import check_mesh
+
+GROUPED = 32
+"""Up to so many prompts run in groups of ``--batch``, each timed; more run through the engine."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -79,7 +93,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--prompts-file", metavar="PATH", help="texts to continue, one a line, in UTF-8; - is standard input"
     )
     prompts.add_argument(
-        "--batch", type=positive, default=8, metavar="N", help="prompts run together at most (default 8)"
+        "--batch",
+        type=positive,
+        default=8,
+        metavar="N",
+        help=f"prompts run together at most (default 8). Up to {GROUPED} prompts run in groups of N; more go through "
+        "the batching engine, where the next one joins as soon as one is done",
     )
 
     length = parser.add_argument_group("length")
@@ -99,6 +118,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0 is off")
     chosen.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 avoids tokens seen; 1 is off")
     chosen.add_argument("--seed", type=not_negative, default=0, help="same seed, same text, at every --tp (default 0)")
+
+    add_speculation_options(parser.add_argument_group("speculation (off by default; the output stays the same)"))
 
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
@@ -148,14 +169,17 @@ def generate(args: argparse.Namespace) -> None:
     # What can be refused is refused before anything slow.
     check_writable(args.json)
     sampling = _sampling(args)
-    quantization = chosen_quantization(args)
+    asked_quantization(args)
     StopStrings(args.stop)
     chats, texts = _asked(args)
+    k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
     say = _silent if args.quiet else _to_stderr
 
     cache = set_up(args.cpu_devices)
     began = time.perf_counter()
     model = open_model(args.model)
+    if args.speculate:
+        check_draft(args.speculate, model.config)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_every_process_has_a_device(layout.mesh)
     collectives = chosen_collectives(args.collective, layout.tp)
@@ -165,6 +189,7 @@ def generate(args: argparse.Namespace) -> None:
     max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
     dtype = DTYPES[args.dtype or default_dtype()]
+    quantization = chosen_quantization(args, model)
     say(
         f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}{_quantised(quantization)}, "
         f"{args.layers} layers; {layout.describe()}"
@@ -175,7 +200,6 @@ def generate(args: argparse.Namespace) -> None:
     limit = measure_read_bandwidth(layout.mesh)
 
     began = time.perf_counter()
-    quantization = model.quantization_for(quantization)
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,
@@ -188,17 +212,31 @@ def generate(args: argparse.Namespace) -> None:
         cache_dtype=chosen_kv_dtype(args.kv_dtype),
         quantization=quantization,
     )
+    speculative = None
+    if args.speculate:
+        speculative = SpeculativeDecoder(decoder, make_proposer(args.speculate, decoder, args.draft_dtype), k)
     load_s = opened + time.perf_counter() - began
 
     say(f"loaded in {load_s:.1f} s; compiling")
     # With --json -, standard output holds JSON alone, and --quiet drops the rest.
     text_out = sys.stdout if args.json != "-" else None if args.quiet else sys.stderr
     screen = _Screen(text_out, alone=len(prompts) == 1, bare=args.quiet)
+    if len(prompts) > max(GROUPED, args.batch):
+        many = _run_many(args, decoder, tokenizer, prompts, max_len, sampling, screen)
+        if many is None:
+            return
+        facts = _many_facts(args, decoder, max_len, prompts, many, cache, load_s, sampling)
+        if not args.quiet:
+            lines = [f"load      {load_s:.2f} s", f"compile   {decoder.compile_s:.2f} s ({cache.describe()})"]
+            print("\n" + "\n".join([*lines, *many.report_lines(args.batch)]), file=text_out)
+        if args.json:
+            write_json(args.json, facts)
+        return
     groups = []
     for at in range(0, len(prompts), args.batch):
         own = prompts[at : at + args.batch]
         generation = TextGeneration(
-            decoder,
+            speculative or decoder,
             tokenizer,
             [prompt.tokens for prompt in own],
             max_new_tokens=args.max_new_tokens,
@@ -213,10 +251,48 @@ def generate(args: argparse.Namespace) -> None:
     limit = Bandwidth.of([*limit.samples, *measure_read_bandwidth(layout.mesh).samples], limit.devices)
 
     facts = _facts(args, decoder, max_len, groups, limit, cache, load_s, sampling)
+    lines = report_lines(facts, timed="pass" if speculative else "TPOT")
+    if speculative:
+        rows = len(groups[0].prompts)
+        # What is timed is a pass, and the bytes above are a pass's; a token takes less.
+        facts["pass_s"] = facts["tpot_s"]
+        facts["tpot_s"] = rows / facts["tokens_per_s"] if facts["tokens_per_s"] else None
+        facts["speculation"] = speculation_facts(speculative, speculative.costs(rows, max_len, sampling), rows)
+        lines += speculation_lines(facts["speculation"])
     if not args.quiet:
-        print("\n" + "\n".join(report_lines(facts)), file=text_out)
+        print("\n" + "\n".join(lines), file=text_out)
     if args.json:
         write_json(args.json, facts)
+
+
+def _run_many(
+    args: argparse.Namespace,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    max_len: int,
+    sampling: SamplingParams,
+    screen: _Screen,
+) -> ManyRun | None:
+    """Every prompt through the engine. Texts are shown as they end, or after the bar where both are on a terminal."""
+    held = screen.out is not None and screen.out.isatty() and sys.stderr.isatty() and not args.quiet
+    many = run_many(
+        decoder,
+        tokenizer,
+        [prompt.tokens for prompt in prompts],
+        batch=args.batch,
+        max_new_tokens=args.max_new_tokens,
+        max_len=max_len,
+        sampling=sampling,
+        stop=args.stop,
+        continuation=[prompt.continues for prompt in prompts],
+        progress=not args.quiet,
+        done=lambda place, completion: None if held else screen.show_one(prompts[place], completion),
+    )
+    if held and many is not None:
+        for prompt, completion in zip(prompts, many.completions, strict=True):
+            screen.show_one(prompt, completion)
+    return many
 
 
 def _quantised(quantization: Quantization) -> str:
@@ -326,6 +402,10 @@ class _Screen:
             for prompt, completion in zip(prompts[shown:], generation.completions[shown:], strict=True):
                 self._print_whole(prompt, completion)
 
+    def show_one(self, prompt: Prompt, completion: Completion) -> None:
+        """Print a prompt that is done."""
+        self._print_whole(prompt, completion)
+
     def _print_whole(self, prompt: Prompt, completion: Completion) -> None:
         self._print(f"{completion.text}\n" if self.bare else f"### {prompt.text}\n{completion.text}\n\n")
 
@@ -348,18 +428,7 @@ def _facts(
 
     Times and bytes are those of the groups as large as the first: the last may be smaller, and faster for it.
     """
-    results = [
-        {
-            "token_ids": one.token_ids,
-            "logprobs": one.logprobs,
-            "text": one.text,
-            "finish_reason": one.finish_reason,
-            "prompt_tokens": one.prompt_tokens,
-            "generated_tokens": len(one.token_ids),
-        }
-        for group in groups
-        for one in group.completions
-    ]
+    results = _results([one for group in groups for one in group.completions])
     prompts = [prompt.text for group in groups for prompt in group.prompts]
     batch = len(groups[0].prompts)
     alike = [group for group in groups if len(group.prompts) == batch]
@@ -387,6 +456,55 @@ def _facts(
         "tpot_samples_s": [sample for timing in timings for sample in timing.step_samples_s],
         "tokens_per_s": _median(timing.tokens_per_s for timing in timings),
         **step_facts(decoder, step_bytes(decoder, batch, context), tpot_s, limit, hlo_text),
+        "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
+        "device": device_facts(),
+    }
+
+
+def _results(completions: list[Completion]) -> list[dict[str, Any]]:
+    """Each completion's JSON fields."""
+    return [
+        {
+            "token_ids": one.token_ids,
+            "logprobs": one.logprobs,
+            "text": one.text,
+            "finish_reason": one.finish_reason,
+            "prompt_tokens": one.prompt_tokens,
+            "generated_tokens": len(one.token_ids),
+        }
+        for one in completions
+    ]
+
+
+def _many_facts(
+    args: argparse.Namespace,
+    decoder: Decoder,
+    max_len: int,
+    prompts: list[Prompt],
+    many: ManyRun,
+    cache: CompileCache,
+    load_s: float,
+    sampling: SamplingParams,
+) -> dict[str, Any]:
+    """The JSON of a run through the engine: as ``_facts``, with the engine's own measurements."""
+    results = _results(many.completions)
+    return {
+        "completions": [{"prompt": one.text, **result} for one, result in zip(prompts, results, strict=True)],
+        "model": args.model,
+        "dtype": decoder.dtype.name,
+        "quantization": decoder.quantization.to_json(),
+        "kv_dtype": decoder.cache_dtype.name,
+        "layers": args.layers,
+        "batch": args.batch,
+        "max_len": max_len,
+        "sampling": asdict(sampling),
+        "load_s": load_s,
+        "compile_s": decoder.compile_s,
+        "compile_cache": cache.describe(),
+        **many.facts(),
+        "tp": decoder.layout.tp,
+        "mesh": dict(decoder.layout.mesh.shape),
         "versions": versions(),
         "kernels": kernel_facts(args.kernels),
         "device": device_facts(),

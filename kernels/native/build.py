@@ -31,6 +31,8 @@ TARGETS = (
     "shardstream_normed_gate",
     "shardstream_cache_attention",
     "shardstream_rope_attention",
+    "shardstream_paged_attention",
+    "shardstream_paged_write",
 )
 """The symbols of the library, which are also the names XLA calls them by."""
 

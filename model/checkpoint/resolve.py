@@ -21,11 +21,12 @@ from model.checkpoint.packed import open_packed
 from model.checkpoint.progress import ProgressOption
 from model.checkpoint.safetensors import SafetensorsSource
 from model.checkpoint.source import TensorSource
+from model.checkpoint.stored import stored_quantization
 from model.checkpoint.table import Path as ParameterPath
 from model.config import LlamaConfig
 from model.llama import LayersForm
 from model.presets import PRESETS
-from model.quantize import WIDE, Quantization
+from model.quantize import WIDE, Quantization, QuantizationError
 from model.tokenizer import Tokenizer
 from sharding.layout import Layout
 
@@ -74,6 +75,18 @@ class ResolvedModel:
     def quantization_for(self, asked: Quantization) -> Quantization:
         """How the weights are kept when loaded as ``asked``: an Orbax checkpoint's stay as they were saved."""
         return read_info(self.path).quantization if self.source is None and asked == WIDE else asked
+
+    def stored_quantization(self) -> Quantization:
+        """What keeps every matrix as the checkpoint stores it.
+
+        Raises QuantizationError when it stores nothing in few bits.
+        """
+        if self.source is not None:
+            return stored_quantization(self.source, self.config)
+        stored = read_info(self.path).quantization
+        if stored == WIDE:
+            raise QuantizationError(f"{self.path} keeps no matrix in fewer than 16 bits")
+        return stored
 
     def generation_files(self) -> dict[str, bytes]:
         """The checkpoint's own `generation_config.json`, if it has one: name -> content."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.generate import GROUPED
 from tests.scripts.several import run_several
 from tests.scripts.tiny import CONFIG, answer, tokens_of, write_tiny
 
@@ -40,6 +41,22 @@ def test_two_processes_say_what_one_says(tiny: Path, tmp_path: Path) -> None:
     for one in (first, second):
         assert 0 < one.bytes_read <= found["weight_bytes_per_device"] < 0.7 * whole
     assert first.bytes_read + second.bytes_read >= whole
+
+
+def test_two_processes_run_many_prompts_as_process_0_decides(tiny: Path, tmp_path: Path) -> None:
+    """Through the batching engine, whose steps the second process follows."""
+    texts = [f"{number} is a number" for number in range(GROUPED + 1)]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    sampling = {"temperature": 1.5, "repetition_penalty": 1.3, "seed": 11}
+    chosen = [text for name, value in sampling.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    asked = ["--model", tiny, "--prompts-file", tmp_path / "prompts.txt", "--batch", "2", "--max-new-tokens", "5"]
+    first, second = run_several(GENERATE, tmp_path, [*asked, "--cpu-devices", "1", "--json", "-", "--quiet", *chosen])
+    assert (first.status, second.status, second.out, second.err) == (0, 0, "", ""), (first.err, second.err)
+    found = json.loads(first.out)
+    assert (found["tp"], found["device"]["processes"]) == (2, 2)
+    assert [one["token_ids"] for one in found["completions"]] == [
+        answer(tiny, tokens_of(text), 5, **sampling) for text in texts
+    ]
 
 
 def test_two_tasks_of_slurm_find_each_other(tiny: Path, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ ffi::Error NormedGate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer nor
 
 namespace ffi = xla::ffi;
 
+#include "paged_bindings.h"
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_matmul, shardstream::Guard<shardstream::MatMul>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

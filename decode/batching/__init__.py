@@ -1,0 +1,1 @@
+"""Continuous batching: many requests share each step, and so each read of the weights."""

@@ -1,0 +1,318 @@
+"""The engine: a thread that runs one compiled step after another for whichever requests there are."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from decode.batching.jobs import Job, Plan
+from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.pages import PagePool, root
+from decode.batching.program import Chosen, Packing, sampler_words
+from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
+from decode.batching.runner import Runner
+from decode.batching.scheduler import Scheduler
+from decode.batching.targets import Targets
+from decode.decoder import Decoder
+from roofline.step_time import StepTime, StepTimeFit
+
+IN_FLIGHT = 2
+"""Steps on their way at most: while the device runs one, the host has the next one ready."""
+
+RECENT = 0.05
+"""What the newest step counts in the averages of ``stats``."""
+
+log = logging.getLogger(__name__)
+
+
+class _Sent(NamedTuple):
+    """A step on its way."""
+
+    plan: Plan
+    chosen: Chosen
+    at: float
+    host_s: float
+
+
+class Engine:
+    """Continuous batching over one loaded model; token ids in, token ids out.
+
+    Every method may be called from any thread. The host prepares a step while the device runs the one before it: it
+    reads each step's tokens one step late, and a request that turns out to have ended wastes one row of one step.
+
+    Args:
+        decoder: a loaded model on its mesh, with ``layout.data`` 1.
+
+    Raises:
+        RequestError: options that contradict each other or the model.
+    """
+
+    def __init__(self, decoder: Decoder, options: EngineOptions | None = None):
+        self.options = options or EngineOptions()
+        self._runner = Runner(decoder, self.options)
+        self.max_len, self.vocab_size = self._runner.max_len, decoder.config.vocab_size
+        self._fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            target = getattr(self.options, name)
+            if target is not None and not 0 < target < math.inf:
+                raise RequestError(f"{name} is {target}; it must be a positive number of seconds")
+        self._scheduler = Scheduler(
+            PagePool(self._runner.pages, keep=self.options.prefix_cache),
+            self._runner.page_size,
+            self._runner.shapes,
+            Targets(
+                self._fit,
+                self._runner.shapes,
+                ttft_s=self.options.ttft_slo_s,
+                tpot_s=self.options.tpot_slo_s,
+                max_batch=self.options.max_batch,
+            ),
+            root=root(repr((decoder.config, str(decoder.dtype), str(decoder.cache_dtype)))),
+            max_batch=self.options.max_batch,
+            max_queue=self.options.max_queue,
+            deliver=self._deliver,
+        )
+        self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
+        self._words: dict[Job, np.ndarray] = {}
+        self._jobs: dict[int, Job] = {}
+        self._ids = itertools.count()
+        self._changed = threading.Condition(threading.RLock())
+        self._sent: deque[_Sent] = deque()
+        self._thread: threading.Thread | None = None
+        self._ready = self._draining = self._closing = False
+        self._dead: str | None = None
+        self._last_result = 0.0
+        self._averages = {"step_s": 0.0, "host_s": 0.0, "device_s": 0.0}
+        self._newest: tuple[int, int, int] = (1, 0, 0)
+
+    def start(self) -> None:
+        """Compile every shape and start the engine's thread. Returns when ``ready``."""
+        if self._thread is not None or self._closing:
+            raise EngineError("this engine was started before; make a new one")
+        if jax.process_index() != 0:
+            raise EngineError(f"process 0 starts the engine; process {jax.process_index()} calls follow()")
+        for rows, prompt, seconds in self._runner.compile():
+            self._fit.saw(rows, prompt, 0, seconds)
+        self._runner.lead()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ready = True
+        self._thread.start()
+
+    def follow(self) -> None:
+        """On every process but 0: compile, then run the steps that process 0 decides on, until it closes its engine.
+
+        Every process must have made its engine with the same model and options.
+
+        Raises:
+            MultihostError: process 0 cannot be reached.
+        """
+        self._runner.compile()
+        self._runner.follow()
+
+    def ready(self) -> bool:
+        """Whether ``start`` is done and the engine takes requests."""
+        return self._ready and self._dead is None and not self._draining and not self._closing
+
+    def healthy(self) -> bool:
+        """False from the moment that the engine's thread has died; then every request has ended with an error."""
+        return self._dead is None
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError where ``submit`` would, without submitting."""
+        prompt, new = request.prompt, request.max_new_tokens
+        if not len(prompt):
+            raise RequestError("the prompt is empty; give at least one token")
+        if not isinstance(new, int) or new < 1:
+            raise RequestError(f"max_new_tokens is {new}; it must be at least 1")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
+            raise RequestError(
+                f"the prompt has token id {token} at place {place}; ids run from 0 to {self.vocab_size - 1}"
+            )
+        if len(prompt) + new > self.max_len:
+            raise RequestError(
+                f"the prompt of {len(prompt)} tokens and {new} new ones make {len(prompt) + new} positions; a request "
+                f"has room for {self.max_len}: shorten the prompt or ask for fewer"
+            )
+        page, pages = self._runner.page_size, self._runner.pages
+        if (need := -(-(len(prompt) + new) // page)) > pages:
+            raise RequestError(
+                f"the prompt of {len(prompt)} tokens and {new} new ones take {need} pages of {page} positions, and the "
+                f"cache has {pages}: shorten the prompt, ask for fewer, or start with more pages"
+            )
+        for token, value in request.logit_bias.items():
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"logit_bias has token id {token}; ids run from 0 to {self.vocab_size - 1}")
+            if not -100 <= value <= 100:
+                raise RequestError(f"logit_bias of token {token} is {value}; it must be from -100 to 100")
+        if not 0 <= request.top_logprobs <= MOST_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs is {request.top_logprobs}; it must be from 0 to {MOST_TOP_LOGPROBS}")
+
+    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Ticket:
+        """Queue a request. Does not block on the device.
+
+        on_event: called with each event from the engine's thread, in order; it must return at once and not raise
+            (``loop.call_soon_threadsafe`` is meant).
+
+        Raises:
+            RequestError: it can never run: empty, token ids outside the vocabulary, too long, with the numbers.
+            RefusedError: too late now; carries ``retry_after_s``.
+            EngineError: the engine died, is closed, drains, or was not started.
+        """
+        self.check(request)
+        ticket = Ticket(next(self._ids), len(request.prompt), on_event)
+        with self._changed:
+            if not self.ready():
+                raise EngineError(self._dead or ("the engine is shutting down" if self._ready else "not started yet"))
+            self._jobs[ticket.id] = self._scheduler.submit(ticket, request, time.perf_counter())
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, id: int) -> None:
+        """End a request; its pages are free within one step. Unknown and ended ids are ignored."""
+        with self._changed:
+            job = self._jobs.get(id)
+            if job is not None:
+                self._scheduler.cancel(job, time.perf_counter())
+                self._changed.notify_all()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, cheap enough for every scrape."""
+        names = ("submitted", "completed", "cancelled", "refused", "failed", "preemptions", "prompt_tokens")
+        names += ("cached_tokens", "generated_tokens", "goodput_requests", "steps", "decode_steps")
+        with self._changed:
+            scheduler, pool = self._scheduler, self._scheduler.pool
+            return EngineStats(
+                waiting=len(scheduler.waiting),
+                running=len(scheduler.running),
+                pages_used=pool.used,
+                pages_cached=pool.cached,
+                pages_total=pool.total,
+                predicted_s=self._fit.model.terms(*self._newest),
+                **{name: scheduler.counts[name] for name in names},
+                **self._averages,
+            )
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no more requests and wait for those there are. False where some were left after the timeout."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
+
+    def close(self) -> None:
+        """End every request with EngineError, and the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._fail_all("the engine was closed")
+        self._runner.close()
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            log.exception("the engine's thread died")
+            with self._changed:
+                self._dead = f"the engine died: {type(error).__name__}: {error}"
+                self._fail_all(self._dead)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            for job in list(self._jobs.values()):
+                self._scheduler.fail(job, EngineError(reason), time.perf_counter())
+            self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Send the next step and read the oldest one; waits where there is neither. False when closed."""
+        with self._changed:
+            while True:
+                if self._closing:
+                    return False
+                began = time.perf_counter()
+                plan = self._scheduler.schedule(began, self._busy_until()) if len(self._sent) < IN_FLIGHT else None
+                if plan is not None or self._sent:
+                    break
+                self._changed.wait()
+            if plan is not None:
+                vector = self._packed(plan)
+        if plan is not None:
+            chosen = self._runner.step(plan.R, plan.C, vector)
+            now = time.perf_counter()
+            self._sent.append(_Sent(plan, chosen, now, now - began))
+        if len(self._sent) == IN_FLIGHT or plan is None:
+            self._read(self._sent.popleft())
+        return True
+
+    def _packed(self, plan: Plan) -> np.ndarray:
+        """The plan as the step's vector, with the tables and slots of its jobs brought up to date."""
+        for piece in (*plan.rows, *plan.pieces):
+            self._tables[piece.job.slot, : len(piece.job.pages)] = piece.job.pages
+        for job, _ in plan.sampled:
+            if job not in self._words:
+                self._words[job] = sampler_words(job)
+            request = job.request
+            # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
+            fresh = job.in_flight == 1 and job.length - 1 == len(job.tokens)
+            needs = request.logit_bias or request.sampling.repetition_penalty != 1
+            if needs and fresh:
+                self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
+        packing = Packing(plan.R, plan.C, self._runner.pages_each)
+        return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
+
+    def _read(self, sent: _Sent) -> None:
+        """Wait for a step's tokens, and hand them out."""
+        asked = time.perf_counter()
+        words = np.asarray(sent.chosen.words)[: len(sent.plan.sampled)]
+        wants = [job.request.top_logprobs for job, _ in sent.plan.sampled]
+        listed = np.asarray(sent.chosen.top)[: len(wants)] if any(wants) else None
+        came = time.perf_counter()
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(wants)
+        if listed is not None:
+            tops = [_pairs(row, count) for row, count in zip(listed, wants, strict=True)]
+        with self._changed:
+            logprobs = words[:, 1].copy().view(np.float32).tolist()
+            self._scheduler.complete(sent.plan, words[:, 0].tolist(), logprobs, tops, came)
+            plan, seconds = sent.plan, came - max(self._last_result, sent.at)
+            self._fit.saw(plan.R, plan.C, plan.context, seconds)
+            self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
+            host = sent.host_s + time.perf_counter() - came
+            for name, value in (("step_s", seconds), ("host_s", host), ("device_s", came - asked)):
+                before = self._averages[name]
+                self._averages[name] = value if not before else before + RECENT * (value - before)
+
+    def _busy_until(self) -> float:
+        """When the steps on their way are expected to end."""
+        if not self._sent:
+            return 0.0
+        model = self._fit.model
+        seconds = sum(model.seconds(sent.plan.R, sent.plan.C, sent.plan.context) for sent in self._sent)
+        return max(self._last_result, self._sent[0].at) + seconds
+
+    def _deliver(self, job: Job, event: Event) -> None:
+        if event.finish_reason:
+            self._jobs.pop(job.ticket.id, None)
+            self._words.pop(job, None)
+            if not self._jobs:
+                self._changed.notify_all()  # who drains
+        try:
+            job.ticket.deliver(event)
+        except Exception:  # a caller's fault is not to end the others' requests
+            log.exception("an on_event callback raised; its request is cancelled")
+            self._scheduler.cancel(job, time.perf_counter())
+
+
+def _pairs(row: np.ndarray, count: int) -> tuple[tuple[int, float], ...]:
+    """[2, n] ids and bits of log-probabilities -> the first ``count`` of them."""
+    return tuple(zip(row[0, :count].tolist(), row[1, :count].copy().view(np.float32).tolist(), strict=True))

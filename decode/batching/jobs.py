@@ -1,0 +1,89 @@
+"""What the scheduler knows of a request, and of a step that is to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decode.batching.request import Request, Ticket
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way.
+
+    order: place in the order of arrival: the larger, the younger.
+    tokens: the prompt, and what was generated as far as the host has read it.
+    computed: positions whose keys and values are in the cache once every step sent so far has run.
+    in_flight: tokens chosen by steps that were sent and not read yet. Their values are on the device alone.
+    slot: its place in the batch, -1 while it waits.
+    pages: those of positions 0.., in order; names: the content names of the full ones, as far as known; named: how
+        many of them the pool was told.
+    reused: positions of the prompt that came from the prefix cache at its first admission, None before.
+    first_at, last_at: when its first and newest token reached the host.
+    """
+
+    ticket: Ticket
+    request: Request
+    order: int
+    arrived: float
+    tokens: list[int]
+    computed: int = 0
+    in_flight: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    named: int = 0
+    reused: int | None = None
+    ended: bool = False
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Positions that its tokens take, those in flight too."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def left(self) -> int:
+        """Positions still to compute before the next token can be chosen."""
+        return self.length - self.computed
+
+    @property
+    def sampled(self) -> int:
+        """Tokens generated, those in flight too."""
+        return self.length - self.prompt_len
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token that it may have is generated or in flight."""
+        return self.sampled >= self.request.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions start..start+count of a job, computed in one step."""
+
+    job: Job
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: rows of one position each, pieces of prompts in tiles, and which jobs get a token.
+
+    sampled: (job, position of its new token), rows first and in their order, then the pieces that end a prompt.
+    R, C: the compiled shape it runs in: rows, and prompt tokens.
+    context: positions that attention reads, over all rows and tiles.
+    """
+
+    rows: list[Piece]
+    pieces: list[Piece]
+    sampled: list[tuple[Job, int]]
+    R: int
+    C: int
+    context: int

@@ -1,0 +1,190 @@
+"""The compiled step: decodes and pieces of prompts together, through the model and to the next tokens.
+
+Everything the host says about a step is one vector of int32, so that a step is one small transfer, and processes that
+follow another need nothing else. What only the device knows, each slot's newest token, stays there: the next step may
+be sent before anyone has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from decode.batching.jobs import Job, Plan
+from decode.batching.paged_cache import TILE, PagedCache
+from decode.batching.request import MOST_TOP_LOGPROBS
+from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, RowValues, sample_rows
+from decode.cache import KVCache
+from decode.sampling import SamplingValues
+from decode.step import SEEN, Programs, _mark
+
+SAMPLER_WORDS = 11
+"""Numbers a sampled row: place, slot, position, asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
+
+
+class Slots(NamedTuple):
+    """What the device keeps for each slot of the batch.
+
+    token: int32 [M], the newest token
+    seen: bool [M, V] split over the vocabulary, tokens already in the row, where it has a repetition penalty
+    bias: float32 [M, V] split likewise, the logit bias, where it has one
+    """
+
+    token: jax.Array
+    seen: jax.Array
+    bias: jax.Array
+
+
+class Chosen(NamedTuple):
+    """What a step returns: words int32 [R, 2], each row's token and the bits of its logprob; and the likeliest tokens
+    int32 [R, 2, n], ids above the bits of their logprobs, meaningful where a row asked."""
+
+    words: jax.Array
+    top: jax.Array
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a step of R rows and C prompt tokens lies in its vector; P pages in a table."""
+
+    R: int
+    C: int
+    P: int
+
+    @property
+    def tokens(self) -> int:
+        return self.R + self.C
+
+    @property
+    def tables(self) -> int:
+        return self.R + self.C // TILE
+
+    @property
+    def size(self) -> int:
+        return 2 * self.tokens + SAMPLER_WORDS * self.R + self.tables * self.P
+
+    def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
+        """Views: tokens (-1: the slot's newest) and positions (-1: padding) [R + C], sampler [words, R], tables."""
+        N, R = self.tokens, self.R
+        middle = 2 * N + SAMPLER_WORDS * R
+        sampler = vector[2 * N : middle].reshape(SAMPLER_WORDS, R)
+        return vector[:N], vector[N : 2 * N], sampler, vector[middle:].reshape(self.tables, self.P)
+
+    def pack(self, plan: Plan, sampler: Callable[[Job], np.ndarray], tables: np.ndarray, no_slot: int) -> np.ndarray:
+        """The vector of a plan. sampler: a job's last eight words; tables: int32 [M, P] by slot."""
+        vector = np.zeros(self.size, np.int32)
+        tokens, positions, words, own_tables = self.parts(vector)
+        positions[:] = -1
+        words[1] = no_slot
+        places, ending = [], {job for job, _ in plan.sampled}
+        for row, piece in enumerate(plan.rows):
+            job, at = piece.job, piece.start
+            tokens[row] = job.tokens[at] if at < len(job.tokens) else -1
+            positions[row] = at
+            own_tables[row] = tables[job.slot]
+            places.append(row)
+        at, tile = self.R, self.R
+        for piece in plan.pieces:
+            end = piece.start + piece.count
+            tokens[at : at + piece.count] = piece.job.tokens[piece.start : end]
+            positions[at : at + piece.count] = range(piece.start, end)
+            if piece.job in ending:
+                places.append(at + piece.count - 1)
+            tiles = -(-piece.count // TILE)
+            own_tables[tile : tile + tiles] = tables[piece.job.slot]
+            at, tile = at + tiles * TILE, tile + tiles
+        for row, ((job, position), place) in enumerate(zip(plan.sampled, places, strict=True)):
+            words[:3, row] = place, job.slot, position
+            words[3:, row] = sampler(job)
+        return vector
+
+
+def sampler_words(job: Job) -> np.ndarray:
+    """The eight words of a job's sampling parameters, int32: what it asks, and floats as their bits."""
+    params, request = job.request.sampling, job.request
+    form, values = params.form, SamplingValues.of(params)
+    asks = (
+        BIASED * bool(request.logit_bias)
+        | PENALISED * form.penalty
+        | RANDOM * form.random
+        | TOP_K * form.top_k
+        | TOP_P * form.top_p
+        | MIN_P * form.min_p
+        | LISTED * (request.top_logprobs > 0)
+    )
+    floats = np.array([values.temperature, values.top_p, values.min_p, values.penalty], np.float32).view(np.int32)
+    seed = np.asarray(values.seed, np.uint32).view(np.int32)
+    return np.array([asks, floats[0], values.top_k, *floats[1:], *seed], np.int32)
+
+
+def step(
+    programs: Programs, shape: Packing
+) -> Callable[[list[jax.Array], KVCache, jax.Array, jax.Array, jax.Array, jax.Array], Any]:
+    """(params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen); the three it returns are donated."""
+    graph = programs.graph if shape.C else programs.decode_graph
+    collectives = programs.collectives
+    platform = programs.layout.platform
+
+    def run(
+        params: list[jax.Array], cache: KVCache, token: jax.Array, seen: jax.Array, bias: jax.Array, vector: jax.Array
+    ) -> tuple[KVCache, jax.Array, jax.Array, Chosen]:
+        model = programs._model(graph, params)
+        tokens, positions, sampler, tables = shape.parts(vector)
+        places, slots = sampler[0], sampler[1]
+        floats = lax.bitcast_convert_type(sampler, jnp.float32)
+        newest = jnp.take(token, slots, mode="clip")
+        own = jnp.where(tokens[: shape.R] < 0, newest, tokens[: shape.R])
+        tokens = jnp.concatenate([own, tokens[shape.R :]])
+        paged = PagedCache(cache, tables, positions, shape.R, platform, programs.kernels)
+        hidden, paged = model(tokens[None], jnp.maximum(positions, 0)[None], paged)
+        values = RowValues(
+            asks=sampler[3],
+            position=sampler[2],
+            temperature=floats[4],
+            top_k=sampler[5],
+            top_p=floats[6],
+            min_p=floats[7],
+            penalty=floats[8],
+            seed=lax.bitcast_convert_type(sampler[9:11].T, jnp.uint32),
+        )
+        # Where a row is penalised, the token it was just given counts as seen: a prompt's are marked by the host.
+        fed = jnp.take(tokens, places)[:, None]
+
+        def marked(seen: jax.Array) -> jax.Array:
+            return seen.at[slots].set(_mark(seen[jnp.minimum(slots, seen.shape[0] - 1)], fed, fed >= 0), mode="drop")
+
+        seen = lax.cond(jnp.any(values.asks & PENALISED), marked, lambda seen: seen, seen)
+        logits = model.logits(jnp.take(hidden[0], places, axis=0))
+        got = sample_rows(logits, values, bias, seen, slots, programs.config.vocab_size, collectives, MOST_TOP_LOGPROBS)
+        words = jnp.stack([got.token, lax.bitcast_convert_type(got.logprob, jnp.int32)], axis=1)
+        top = jnp.stack([got.top_ids, lax.bitcast_convert_type(got.top_logprobs, jnp.int32)], axis=1)
+        token = token.at[slots].set(got.token, mode="drop")
+        return paged.cache, token, seen, Chosen(words, top)
+
+    everywhere = PartitionSpec()
+    split = programs.layout.spec(SEEN)
+    return programs._jit(
+        run,
+        (programs._param_specs(), programs._cache_spec(), everywhere, split, split, everywhere),
+        (programs._cache_spec(), everywhere, split, Chosen(everywhere, everywhere)),
+        donate=(1, 2, 3),
+    )
+
+
+def set_slot(programs: Programs) -> Callable[..., Any]:
+    """(seen, bias, slot [], seen_row [V], bias_row [V]) -> (seen, bias), both donated: a slot's own rows replaced."""
+
+    def run(
+        seen: jax.Array, bias: jax.Array, slot: jax.Array, seen_row: jax.Array, bias_row: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return seen.at[slot].set(seen_row), bias.at[slot].set(bias_row)
+
+    split, row = programs.layout.spec(SEEN), programs.layout.spec(("vocab",))
+    return programs._jit(run, (split, split, PartitionSpec(), row, row), (split, split), donate=(0, 1))

@@ -1,0 +1,161 @@
+"""The device side of the engine: the paged cache, what each slot keeps, and the compiled steps over them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decode.batching.options import EngineOptions
+from decode.batching.program import Chosen, Packing, set_slot, step
+from decode.batching.request import RequestError
+from decode.batching.shapes import Shapes
+from decode.cache import capacity
+from decode.decoder import Decoder
+from decode.step import SEEN
+from sharding.broadcast import Announcer, messages
+from sharding.multihost import PEER_TIMEOUT_S
+
+LONGEST_DEFAULT = 8192
+"""``max_len`` by default, where the model allows more: a block table has a page for each part of it."""
+
+CHANNEL = "engine"
+"""What the processes of one engine call their messages."""
+
+FOLLOWED = 4
+"""Steps that a process which follows sends ahead of its device."""
+
+MEMORY_SHARE = 0.25
+"""Part of a device's memory that the cache takes by default, at most."""
+
+
+class Runner:
+    """Owns the device arrays: one caller at a time, and every step in the order of the calls.
+
+    Raises:
+        RequestError: options that contradict each other or the model.
+    """
+
+    def __init__(self, decoder: Decoder, options: EngineOptions):
+        config, layout = decoder.config, decoder.layout
+        if layout.data != 1:
+            raise RequestError(
+                f"the engine runs on a mesh with a data axis of 1, not {layout.data}; start one a replica"
+            )
+        for name in ("max_batch", "page_size", "token_budget", "max_queue"):
+            if getattr(options, name) < 1:
+                raise RequestError(f"{name} is {getattr(options, name)}; it must be at least 1")
+        most = config.max_position_embeddings
+        self.max_len = min(most, LONGEST_DEFAULT) if options.max_len is None else options.max_len
+        if not 2 <= self.max_len <= most:
+            raise RequestError(f"max_len is {self.max_len}; this model allows 2 to {most} positions")
+        self.decoder, self.max_batch = decoder, options.max_batch
+        # A page is a row of the contiguous cache, so its size is one that such a row can have.
+        self.page_size = capacity(options.page_size, layout.kv_seq)
+        self.pages_each = -(-self.max_len // self.page_size)
+        self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable())
+        self.shapes = Shapes.of(options.max_batch, options.token_budget)
+        self._announcer: Announcer | None = None
+        self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self._vocab = layout.padded_shape((config.vocab_size,), ("vocab",))[0]
+
+    def compile(self) -> list[tuple[int, int, float]]:
+        """Compile and run every shape: (rows, prompt tokens, seconds a step) of each."""
+        programs, layout = self.decoder.programs, self.decoder.layout
+        began = time.perf_counter()
+        M, V = self.max_batch, self._vocab
+        self._cache = self.decoder.make_cache(self.pages, self.page_size)
+        self._token = self.decoder._put(np.zeros(M, np.int32), (None,))
+        make = jax.jit(
+            lambda: (jnp.zeros((M, V), bool), jnp.zeros((M, V), jnp.float32)),
+            out_shardings=(layout.sharding(SEEN), layout.sharding(SEEN)),
+        )
+        self._seen, self._bias = make()
+        held = (self._cache, self._token, self._seen, self._bias)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
+        for R, C in self.shapes.all():
+            packing = Packing(R, C, self.pages_each)
+            key = ("batched", packing, self.pages, self.page_size, M)  # engines over one decoder share what fits both
+            if key not in self.decoder._compiled:
+                vector = jax.ShapeDtypeStruct((packing.size,), np.int32)
+                lowered = step(programs, packing).lower(programs.abstract_params(), *shapes, vector)
+                self.decoder._compiled[key] = lowered.compile()
+            self._steps[R, C] = self.decoder._compiled[key]
+        self._set_slot = set_slot(programs)
+        self.set_slot(0, [], {})
+        jax.block_until_ready(self._seen)
+        self.decoder.compile_s += time.perf_counter() - began
+        return [(R, C, self._timed(R, C)) for R, C in self.shapes.all()]
+
+    def _timed(self, R: int, C: int) -> float:
+        """Seconds of a step of this shape that is all padding: the second, as the first pays for more."""
+        shape = Packing(R, C, self.pages_each)
+        vector = np.zeros(shape.size, np.int32)
+        _, positions, sampler, _ = shape.parts(vector)
+        positions[:], sampler[1] = -1, self.max_batch
+        for _ in range(2):
+            began = time.perf_counter()
+            jax.block_until_ready(self.step(R, C, vector))
+            seconds = time.perf_counter() - began
+        return seconds
+
+    def step(self, R: int, C: int, vector: np.ndarray) -> Chosen:
+        """Send a step to the device; returns at once."""
+        if self._announcer is not None:
+            self._announcer.send(json.dumps([R, C]).encode() + b"\n" + vector.tobytes())
+        self._cache, self._token, self._seen, chosen = self._steps[R, C](
+            self.decoder.params, self._cache, self._token, self._seen, self._bias, vector
+        )
+        return chosen
+
+    def set_slot(self, slot: int, seen: Sequence[int], bias: Mapping[int, float]) -> None:
+        """Replace what a slot has seen, and its logit bias, for the steps sent from now on."""
+        if self._announcer is not None:
+            self._announcer.send(json.dumps([slot, list(seen), list(bias.items())]).encode() + b"\n")
+        seen_row, bias_row = np.zeros(self._vocab, bool), np.zeros(self._vocab, np.float32)
+        seen_row[np.asarray(seen, np.int64)] = True
+        for token, value in bias.items():
+            bias_row[token] = value
+        rows = (self.decoder._put(row, ("vocab",)) for row in (seen_row, bias_row))
+        self._seen, self._bias = self._set_slot(self._seen, self._bias, np.int32(slot), *rows)
+
+    def lead(self) -> None:
+        """Tell the other processes of the mesh, which ``follow``, of every call from now on."""
+        if self.decoder.layout.processes > 1:
+            self._announcer = Announcer(CHANNEL, PEER_TIMEOUT_S)
+
+    def follow(self) -> None:
+        """Do what the process that leads does, until it closes."""
+        sent: deque[Chosen] = deque()
+        for message in messages(CHANNEL, PEER_TIMEOUT_S):
+            head, _, vector = message.partition(b"\n")
+            call = json.loads(head)
+            if len(call) == 3:
+                slot, seen, bias = call
+                self.set_slot(slot, seen, dict(bias))
+                continue
+            sent.append(self.step(*call, np.frombuffer(vector, np.int32)))
+            if len(sent) > FOLLOWED:
+                jax.block_until_ready(sent.popleft())
+
+    def close(self) -> None:
+        """Let those that follow go."""
+        if self._announcer is not None:
+            self._announcer.close()
+
+    def _affordable(self) -> int:
+        """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
+        config, layout = self.decoder.config, self.decoder.layout
+        device = layout.mesh.local_devices[0]
+        limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
+        if limit is None:
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
+        page = 2 * config.num_layers * config.num_kv_heads * self.page_size * config.head_dim
+        page_bytes = page * self.decoder.cache_dtype.itemsize // layout.tp
+        return max(self.pages_each, int(MEMORY_SHARE * limit) // max(page_bytes, 1))

@@ -1,0 +1,338 @@
+"""Who runs in the next step. Plain Python over numbers: no device, no thread, and the time is told.
+
+The rules: first come, first served. Every running request that can decodes in every step; prompts ride along in what
+the token budget leaves. A request holds the pages of its prompt from admission on and takes further ones as it grows;
+when there is none, the youngest gives up all of its own and is computed again later: its tokens are known, and the
+noise of a position does not depend on when it is drawn, so its output goes on unchanged. The oldest is never preempted
+and every admitted request fits the cache alone, so it always ends, and so do all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from decode.batching.jobs import Job, Piece, Plan
+from decode.batching.paged_cache import TILE
+from decode.batching.pages import PagePool, chain
+from decode.batching.request import Event, FinishReason, RefusedError, Request, Ticket
+from decode.batching.shapes import Shapes
+from decode.batching.targets import Targets
+from decode.decoder import NumericsError
+
+Deliver = Callable[[Job, Event], None]
+
+
+class Scheduler:
+    """Jobs, their pages, and the next step.
+
+    Args:
+        pool: the pages of the cache.
+        page_size: positions of one.
+        shapes: the compiled steps.
+        targets: what the TTFT and TPOT targets allow.
+        root: the name that the first page of every sequence follows; see ``decode.batching.pages.root``.
+        max_batch: requests that run together at most.
+        max_queue: requests that wait at most.
+        deliver: called with each event.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        shapes: Shapes,
+        targets: Targets,
+        *,
+        root: bytes,
+        max_batch: int,
+        max_queue: int,
+        deliver: Deliver,
+    ):
+        self.pool, self.page_size, self.shapes, self.targets = pool, page_size, shapes, targets
+        self.max_queue, self.deliver, self._root = max_queue, deliver, root
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []  # by age, the oldest first
+        self.counts: Counter[str] = Counter()
+        self._slots = list(range(max_batch - 1, -1, -1))
+        self._order = 0
+
+    def submit(self, ticket: Ticket, request: Request, now: float) -> Job:
+        """Queue a request that fits (see ``decode.batching.engine.Engine.check``).
+
+        Raises:
+            RefusedError: the queue is full, or the TTFT target would be missed.
+        """
+        if len(self.waiting) >= self.max_queue:
+            self.counts["refused"] += 1
+            ahead = self.targets.first_token_s(len(request.prompt), request.max_new_tokens, self.running, self.waiting)
+            raise RefusedError(f"{len(self.waiting)} requests wait already, the most that may; try later", ahead)
+        job = Job(ticket, request, self._order, now, list(request.prompt))
+        if self.targets.ttft_s is not None:
+            predicted = self.targets.first_token_s(
+                self._uncached(job), request.max_new_tokens, self.running, self.waiting
+            )
+            if predicted > self.targets.ttft_s and (self.running or self.waiting):
+                self.counts["refused"] += 1
+                raise RefusedError(
+                    f"the first token would take {predicted:.2f} s, more than the target of {self.targets.ttft_s:g} s, "
+                    f"behind {len(self.running)} running and {len(self.waiting)} waiting requests; try later",
+                    self.targets.retry_after_s(predicted),
+                )
+        self._order += 1
+        self.counts["submitted"] += 1
+        self.waiting.append(job)
+        return job
+
+    def cancel(self, job: Job, now: float) -> None:
+        """End a job now. A step in flight may still write to its pages: whoever gets them writes later."""
+        if not job.ended:
+            self.counts["cancelled"] += 1
+            self._end(job, "cancelled", now)
+
+    def fail(self, job: Job, error: Exception, now: float) -> None:
+        """End a job with an error."""
+        if not job.ended:
+            self.counts["failed"] += 1
+            self._end(job, "error", now, error)
+
+    def schedule(self, now: float, busy_until: float = 0.0) -> Plan | None:
+        """The next step, or None where there is nothing to run. Counts as sent: it must be run.
+
+        busy_until: when the step in flight is expected to end, for the targets.
+        """
+        rows = self._rows()
+        positions = sum(piece.start + 1 for piece in rows)
+        room = self.targets.room_for_prompt([piece.job for piece in rows], positions, now, busy_until)
+        pieces = self._pieces(room, len(rows))
+        pieces += self._admitted(room - sum(_padded(piece.count) for piece in pieces), len(rows) + len(pieces), now)
+        if not rows and not pieces:
+            return None
+        # A prompt's last single position runs as a row: no tile is spent on it.
+        rows += [piece for piece in pieces if piece.count == 1]
+        pieces = [piece for piece in pieces if piece.count > 1]
+        sampled = []
+        for piece in (*rows, *pieces):
+            job = piece.job
+            job.computed += piece.count
+            if job.left == 0:
+                sampled.append((job, job.length))
+                job.in_flight += 1
+            self._name_pages(job, job.computed)
+        R, C = self.shapes.fit(max(1, len(sampled)), sum(_padded(piece.count) for piece in pieces))
+        context = sum(piece.start + 1 for piece in rows)
+        context += sum((piece.start + piece.count) * -(-piece.count // TILE) for piece in pieces)
+        self.counts["steps"] += 1
+        self.counts["decode_steps"] += not pieces
+        return Plan(rows, pieces, sampled, R, C, context)
+
+    def complete(
+        self,
+        plan: Plan,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[tuple[tuple[int, float], ...]],
+        now: float,
+    ) -> None:
+        """Take a step's tokens, one for each of ``plan.sampled``, and end what they end."""
+        for (job, _), token, logprob, top in zip(plan.sampled, tokens, logprobs, tops, strict=True):
+            job.in_flight -= 1
+            if job.ended:  # it stopped, or was cancelled, with this step on its way
+                continue
+            if math.isnan(logprob):
+                self.pool.distrust(job.pages)
+                job.named = len(job.pages)  # and do not name them again
+                error = NumericsError("the model produced NaN or infinite logits for this request; check its prompt")
+                self.fail(job, error, now)
+                continue
+            job.tokens.append(token)
+            job.last_at = now
+            if job.first_at is None:
+                job.first_at = now
+            self.counts["generated_tokens"] += 1
+            reason: FinishReason | None = None
+            if token in job.request.stop_token_ids:
+                reason = "stop"
+            elif len(job.tokens) - job.prompt_len >= job.request.max_new_tokens:
+                reason = "length"
+            if reason is None:
+                self._name_pages(job, job.computed)
+                self.deliver(job, Event(token, logprob, top, None, None, now))
+            else:
+                self._count_finished(job)
+                self._end(job, reason, now, token=token, logprob=logprob, top=top)
+
+    def _rows(self) -> list[Piece]:
+        """The next position of every running job that has one, oldest first; takes pages, and preempts for them."""
+        rows = []
+        for job in list(self.running):
+            if job.slot < 0 or job.left != 1 or job.whole:  # preempted just now; a prompt; or only to be read
+                continue
+            if self._grow(job, job.length):
+                rows.append(Piece(job, job.computed, 1))
+        return rows
+
+    def _grow(self, job: Job, length: int) -> bool:
+        """Give a job the pages of ``length`` positions, preempting younger ones; False: it was the youngest itself."""
+        while (need := -(-length // self.page_size) - len(job.pages)) > 0:
+            pages = self.pool.allocate(need)
+            if pages is not None:
+                job.pages += pages
+                break
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is job:
+                return False
+        return True
+
+    def _preempt(self, job: Job) -> None:
+        self.counts["preemptions"] += 1
+        self._leave(job)
+        job.computed = 0
+        self.waiting.appendleft(job)
+
+    def _pieces(self, room: int, rows: int) -> list[Piece]:
+        """More of the prompts that are under way, oldest first."""
+        pieces = []
+        for job in self.running:
+            if job.left <= 1 or rows + len(pieces) >= self.shapes.mixed_rows[-1]:
+                continue
+            piece = self._piece(job, room)
+            if piece is None:
+                break
+            pieces.append(piece)
+            room -= _padded(piece.count)
+        return pieces
+
+    def _piece(self, job: Job, room: int) -> Piece | None:
+        """The next positions of a job's prompt. The pages that they fill can be shared from now on, in this very step:
+        in every layer a step writes before it reads."""
+        count = min(job.left, room)
+        if count <= 0:
+            return None
+        self._name_pages(job, job.computed + count)
+        return Piece(job, job.computed, count)
+
+    def _admitted(self, room: int, rows: int, now: float) -> list[Piece]:
+        """The first pieces of waiting jobs that may join, in order; the first that may not holds up the rest."""
+        if self.targets.ttft_s is not None:
+            for job in [job for job in self.waiting if self.targets.late(job, now)]:
+                self._refuse_late(job, now)
+        pieces: list[Piece] = []
+        while self.waiting:
+            job = self.waiting[0]
+            if room <= 0 or not self._slots or job.in_flight or rows + len(pieces) >= self.shapes.mixed_rows[-1]:
+                break
+            positions = sum(other.length for other in self.running) + job.length
+            if not self.targets.holds(len(self.running) + 1, positions, job.request.max_new_tokens):
+                break
+            if not self._give_pages(job):
+                break
+            self.waiting.popleft()
+            job.slot = self._slots.pop()
+            self.running.append(job)
+            if job.reused is None:
+                job.reused = job.ticket.cached_tokens = job.computed
+                self.targets.admitted(job.left)
+                self.counts["prompt_tokens"] += job.prompt_len
+                self.counts["cached_tokens"] += job.computed
+            piece = self._piece(job, room)
+            assert piece is not None, "room is above 0, and something is left to compute"
+            pieces.append(piece)
+            room -= _padded(piece.count)
+        return pieces
+
+    def _give_pages(self, job: Job) -> bool:
+        """The pages of all its tokens: those that the prefix cache has, and new ones; False where there are too few."""
+        hits = self._hits(job)
+        self.pool.hold(hits)
+        need = -(-job.length // self.page_size) - len(hits)
+        # Each running job may soon want one more: admitting into the last pages would only preempt again.
+        spare = len(self.running)
+        pages = self.pool.allocate(need) if need + spare <= self.pool.available else None
+        if pages is None:
+            self.pool.release(hits)
+            return False
+        job.pages = hits + pages
+        job.computed = len(hits) * self.page_size
+        job.named = len(hits)
+        return True
+
+    def _hits(self, job: Job) -> list[int]:
+        """Cached pages of the beginning of a job's tokens, all but the last of which may come from there."""
+        if not self.pool.keep:
+            return []
+        self._extend_names(job, (len(job.tokens) - 1) // self.page_size)
+        return self.pool.find(job.names[: (len(job.tokens) - 1) // self.page_size])
+
+    def _uncached(self, job: Job) -> int:
+        """Positions of a new job that would have to be computed now."""
+        return job.left - len(self._hits(job)) * self.page_size
+
+    def _extend_names(self, job: Job, count: int) -> None:
+        while len(job.names) < count:
+            at = len(job.names) * self.page_size
+            before = job.names[-1] if job.names else self._root
+            job.names.append(chain(before, job.tokens[at : at + self.page_size]))
+
+    def _name_pages(self, job: Job, computed: int) -> None:
+        """Tell the pool of pages that positions 0..computed fill, as far as their tokens are known."""
+        full = min(computed, len(job.tokens)) // self.page_size
+        if not self.pool.keep or full <= job.named:
+            return
+        self._extend_names(job, full)
+        for place in range(job.named, full):
+            self.pool.name(job.pages[place], job.names[place])
+        job.named = full
+
+    def _leave(self, job: Job) -> None:
+        """Out of the batch, if it is in it."""
+        if job.slot < 0:
+            return
+        self.running.remove(job)
+        self._slots.append(job.slot)
+        self.pool.release(job.pages)
+        job.slot, job.pages, job.named = -1, [], 0
+
+    def _count_finished(self, job: Job) -> None:
+        count = len(job.tokens) - job.prompt_len
+        self.counts["completed"] += 1
+        self.targets.finished(count)
+        assert job.first_at is not None, "a token was just added"
+        ttft_s, tpot_s = self.targets.ttft_s, self.targets.tpot_s
+        in_time = ttft_s is None or job.first_at - job.arrived <= ttft_s
+        steady = tpot_s is None or job.last_at - job.first_at <= tpot_s * (count - 1)
+        self.counts["goodput_requests"] += in_time and steady
+
+    def _refuse_late(self, job: Job, now: float) -> None:
+        self.counts["refused"] += 1
+        waited = now - job.arrived
+        error = RefusedError(
+            f"waited {waited:.2f} s; its first token can no longer come within {self.targets.ttft_s:g} s; try later",
+            waited,
+        )
+        self._end(job, "error", now, error)
+
+    def _end(
+        self,
+        job: Job,
+        reason: FinishReason,
+        now: float,
+        error: Exception | None = None,
+        *,
+        token: int | None = None,
+        logprob: float = 0.0,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> None:
+        if job.slot >= 0:
+            self._leave(job)
+        else:
+            self.waiting.remove(job)
+        job.ended = True
+        self.deliver(job, Event(token, logprob, top, reason, error, now))
+
+
+def _padded(tokens: int) -> int:
+    """Room that a piece takes in the prompt part: whole tiles, or none for a single position, which runs as a row."""
+    return -(-tokens // TILE) * TILE if tokens > 1 else 0

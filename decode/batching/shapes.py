@@ -1,0 +1,51 @@
+"""The few shapes that steps are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode.batching.paged_cache import TILE
+
+MIXED_STEP = 4
+"""In steps with prompt tokens, each number of rows and each size of the prompt part is so many times the last one."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Rows and prompt tokens of every compiled step.
+
+    rows: of steps without prompt tokens; mixed_rows: of those with; prompt: prompt tokens of the latter. Ascending.
+    """
+
+    rows: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+    prompt: tuple[int, ...]
+
+    @classmethod
+    def of(cls, max_batch: int, token_budget: int) -> Shapes:
+        """Rows by twos, with prompts by ``MIXED_STEP``, up to ``max_batch``; prompt tokens up to ``token_budget``."""
+        rows = [1]
+        while rows[-1] < max_batch:
+            rows.append(min(2 * rows[-1], max_batch))
+        largest = -(-token_budget // TILE) * TILE
+        prompt = [largest]
+        while prompt[0] > TILE:
+            prompt.insert(0, max(TILE, prompt[0] // MIXED_STEP // TILE * TILE))
+        mixed = [min(MIXED_STEP, max_batch)]
+        while mixed[-1] < max_batch:
+            mixed.append(min(MIXED_STEP * mixed[-1], max_batch))
+        return cls(tuple(rows), tuple(mixed), tuple(prompt))
+
+    def all(self) -> list[tuple[int, int]]:
+        """Every (rows, prompt tokens), the largest first."""
+        mixed = [(rows, prompt) for prompt in reversed(self.prompt) for rows in reversed(self.mixed_rows)]
+        return mixed + [(rows, 0) for rows in reversed(self.rows)]
+
+    def fit(self, rows: int, prompt_tokens: int) -> tuple[int, int]:
+        """The smallest shape that holds so many rows and prompt tokens (in whole tiles)."""
+        if not prompt_tokens:
+            return next(size for size in self.rows if size >= rows), 0
+        return (
+            next(size for size in self.mixed_rows if size >= rows),
+            next(size for size in self.prompt if size >= prompt_tokens),
+        )

@@ -1,0 +1,96 @@
+"""``paged_attention``: query positions against a KV cache whose rows are pages, found through block tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from kernels.cache_attention.partial import Partial
+from kernels.cache_attention.scaled import Scales
+from kernels.paged_attention import cpu_native, reference, xla
+from kernels.select import select
+
+IMPLEMENTATIONS = ("xla", "cpu_native", "reference")
+
+__all__ = ["IMPLEMENTATIONS", "paged_attention", "paged_write"]
+
+
+def paged_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tables: jax.Array,
+    *,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    stride: int,
+    offset: jax.Array | int,
+    platform: str,
+    implementation: str | None = None,
+    scales: Scales | None = None,
+) -> Partial:
+    """Causal grouped-query attention of tiles of T positions, each tile over the pages of one sequence.
+
+    Slot s of the i-th page of a table holds position ``(i * S + s) * stride + offset``: the layout of
+    ``kernels.cache_attention``, cut into pages. A query at position p sees positions 0..p; one at position -1 is
+    padding, and sees nothing. The cost follows ``max(positions)``, not the length of the tables. (Paged attention:
+    Kwon et al., 2023.)
+
+    Args:
+        q: [B, T, K, G, H], any float dtype.
+        keys, values: [L, pages, K, S, H]; ``layer`` picks the first axis. uint16 holds the bits of bf16.
+            int8 and fp8 (float8_e4m3fn, or uint8 that holds its bits) go with ``scales``.
+        tables: int32 [B, P], the pages of each tile's sequence in order. Entries past its last position are not read,
+            or read and not used, so they must be pages too: 0 will do.
+        positions: int32 [B, T].
+        scales: float32 [L, pages, K, S] each, what the stored numbers are to be multiplied by; None for wide caches.
+
+    Returns:
+        The partial softmax over this device's slots, float32, as ``kernels.cache_attention`` returns it.
+
+    Raises:
+        KernelError: an unknown implementation, or one that does not take these operands.
+    """
+    chosen = select(
+        "paged_attention",
+        implementation,
+        platform,
+        IMPLEMENTATIONS,
+        lambda: cpu_native.not_taken(q, keys, values, scales is not None),
+    )
+    where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
+    if chosen == "reference":
+        return reference.paged_attention(q, keys, values, tables, **where, scales=scales)
+    if chosen == "cpu_native":
+        return cpu_native.paged_attention(q, keys, values, tables, **where)
+    return xla.paged_attention(q, keys, values, tables, **where, platform=platform, scales=scales)
+
+
+def paged_write(
+    cache: jax.Array,
+    new: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | int,
+    platform: str,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Store new positions, each at its page and slot; in place where the cache is donated.
+
+    Args:
+        cache: [L, pages, K, S, H], or without H where it holds one number a position and head.
+        new: [N, K, H] of the cache's dtype, or without H.
+        pages, slots: int32 [N]. A page past the end is another device's, or padding: nothing is written.
+
+    Returns:
+        The cache with them in it.
+
+    Raises:
+        KernelError: an unknown implementation, or one that does not take these operands.
+    """
+    chosen = select("paged_write", implementation, platform, IMPLEMENTATIONS, lambda: None)
+    if chosen == "cpu_native":
+        return cpu_native.paged_write(cache, new, pages, slots, layer)
+    return cache.at[layer, pages, :, slots].set(new, mode="drop")

@@ -1,0 +1,155 @@
+"""Many prompts through the batching engine: each joins when there is room and leaves when it is done."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from decode.batching.engine import Engine
+from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.request import Event, Request
+from decode.decoder import Decoder
+from decode.sampling import SamplingParams
+from decode.text import Completion, RowText
+from model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ManyRun:
+    """What came of many prompts, in their order.
+
+    seconds: from the first submission to the last token, with everything compiled.
+    tpots_s: mean seconds a token after the first, of each prompt that has two.
+    """
+
+    completions: list[Completion]
+    seconds: float
+    first_s: float
+    tpots_s: list[float]
+    stats: EngineStats
+
+    def facts(self) -> dict[str, Any]:
+        """The JSON fields of this run."""
+        return {
+            "seconds": self.seconds,
+            "first_token_s": self.first_s,
+            "tpot_s": statistics.median(self.tpots_s) if self.tpots_s else None,
+            "tokens_per_s": self.stats.generated_tokens / self.seconds,
+            "engine": asdict(self.stats),
+        }
+
+    def report_lines(self, batch: int) -> list[str]:
+        """The same for people."""
+        stats = self.stats
+        tpot = f"; TPOT {statistics.median(self.tpots_s) * 1e3:.1f} ms (median of prompts)" if self.tpots_s else ""
+        return [
+            f"prompts   {len(self.completions):,}, at most {batch} at a time, in {self.seconds:.1f} s",
+            f"tokens    {stats.generated_tokens:,}, {stats.generated_tokens / self.seconds:.1f} a second{tpot}",
+            f"prefixes  {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were in the cache already",
+            f"steps     {stats.steps:,}; {stats.step_s * 1e3:.1f} ms each lately, {stats.host_s * 1e3:.2f} host",
+        ]
+
+
+def run_many(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch: int,
+    max_new_tokens: int,
+    max_len: int,
+    sampling: SamplingParams,
+    stop: Sequence[str],
+    continuation: Sequence[bool],
+    progress: bool,
+    done: Callable[[int, Completion], None],
+) -> ManyRun | None:
+    """Complete every prompt, ``batch`` at a time at most; see ``decode.text.TextGeneration`` for the rest.
+
+    None on every process but 0, which does what process 0 decides.
+
+    done: called for each prompt in the order given, once it and all before it have ended.
+
+    Raises:
+        NumericsError, EngineError: as the engine ends a request.
+    """
+    engine = Engine(decoder, EngineOptions(max_batch=batch, max_len=max_len, max_queue=len(prompts)))
+    if jax.process_index() != 0:
+        engine.follow()
+        return None
+    engine.start()
+    completions = [Completion(len(prompt)) for prompt in prompts]
+    rows = [
+        RowText(tokenizer, completion, stop, continuation=keep)
+        for completion, keep in zip(completions, continuation, strict=True)
+    ]
+    events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+    times: list[list[float]] = [[] for _ in prompts]  # of the first and the newest token
+    began = time.perf_counter()
+    bar = Progress(
+        TextColumn("prompts"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not progress or not sys.stderr.isatty(),
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    try:
+        tickets = []
+        for place, prompt in enumerate(prompts):
+            request = Request(
+                prompt,
+                min(max_new_tokens, max_len - len(prompt)),
+                sampling=sampling,
+                stop_token_ids=tokenizer.stop_token_ids,
+            )
+
+            def on_event(event: Event, place: int = place) -> None:
+                events.put((place, event))
+
+            tickets.append(engine.submit(request, on_event))
+        shown, left = 0, len(prompts)
+        with bar:
+            task = bar.add_task("prompts", total=len(prompts))
+            while left:
+                place, event = events.get()
+                completion = completions[place]
+                if event.error is not None:
+                    raise event.error
+                if event.token is not None and completion.finish_reason is None:
+                    times[place] = [*times[place][:1], event.at]
+                    rows[place].push(event.token, event.logprob)
+                    if completion.finish_reason and not event.finish_reason:
+                        engine.cancel(tickets[place].id)  # a stop string, which the engine knows nothing of
+                if event.finish_reason:
+                    if completion.finish_reason is None:
+                        rows[place].finish("length")
+                    left -= 1
+                    bar.advance(task)
+                    while shown < len(prompts) and completions[shown].finish_reason:
+                        done(shown, completions[shown])
+                        shown += 1
+        seconds = time.perf_counter() - began
+        tpots = [
+            (last - first) / (len(completion.token_ids) - 1)
+            for (first, last), completion in zip((t for t in times if len(t) == 2), _of_two(completions), strict=True)
+        ]
+        return ManyRun(completions, seconds, min(t[0] for t in times) - began, tpots, engine.stats())
+    finally:
+        engine.close()
+
+
+def _of_two(completions: Sequence[Completion]) -> list[Completion]:
+    return [completion for completion in completions if len(completion.token_ids) > 1]

@@ -1,0 +1,159 @@
+"""The scheduler against a device that only takes time: a discrete-event run with a clock of its own."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decode.batching.engine import IN_FLIGHT
+from decode.batching.jobs import Job, Plan
+from decode.batching.pages import PagePool, root
+from decode.batching.request import Event, RefusedError, Request, Ticket
+from decode.batching.scheduler import Scheduler
+from decode.batching.shapes import Shapes
+from decode.batching.targets import Targets
+from roofline import goodput
+from roofline.step_time import StepTime, StepTimeFit
+
+STOP = 1
+
+
+def output_of(prompt: Sequence[int], length: int) -> list[int]:
+    """What the fake model answers: a function of the prompt, ``length`` tokens of which the last is ``STOP``."""
+    rng = random.Random(hash(tuple(prompt)))
+    return [rng.randrange(2, 1000) for _ in range(length - 1)] + [STOP]
+
+
+@dataclass
+class Outcome:
+    """What became of one request."""
+
+    request: Request
+    arrived: float
+    expected: list[int]
+    tokens: list[int] = field(default_factory=list)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    reason: str | None = None
+    error: Exception | None = None
+    ticket: Ticket | None = None
+
+
+class Simulation:
+    """An engine without a device: ``device`` says how long a step takes, and tokens are those of ``output_of``."""
+
+    def __init__(
+        self,
+        device: StepTime,
+        *,
+        max_batch: int = 16,
+        pages: int = 1000,
+        page_size: int = 16,
+        token_budget: int = 256,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+        max_queue: int = 10**6,
+        keep: bool = True,
+        jitter: float = 0.05,
+    ):
+        self.device, self.jitter, self.rng = device, jitter, random.Random(0)
+        self.fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
+        self.shapes = Shapes.of(max_batch, token_budget)
+        for rows, prompt in self.shapes.all():  # what the engine measures when it starts
+            self.fit.saw(rows, prompt, 0, device.seconds(rows, prompt, 0))
+        self.pool = PagePool(pages, keep=keep)
+        targets = Targets(self.fit, self.shapes, ttft_s=ttft_s, tpot_s=tpot_s, max_batch=max_batch)
+        self.scheduler = Scheduler(
+            self.pool,
+            page_size,
+            self.shapes,
+            targets,
+            root=root("fake"),
+            max_batch=max_batch,
+            max_queue=max_queue,
+            deliver=self._deliver,
+        )
+        self.now, self.free_at = 0.0, 0.0
+        self.sent: deque[tuple[Plan, float, float]] = deque()
+        self.outcomes: list[Outcome] = []
+        self._of: dict[int, Outcome] = {}
+        self.plans: list[Plan] = []
+
+    def submit(self, request: Request, length: int, at: float) -> tuple[Outcome, Job | None]:
+        outcome = Outcome(request, at, output_of(request.prompt, length)[: request.max_new_tokens])
+        self.outcomes.append(outcome)
+        ticket = outcome.ticket = Ticket(len(self.outcomes), len(request.prompt), lambda event: None)
+        self._of[ticket.id] = outcome
+        try:
+            return outcome, self.scheduler.submit(ticket, request, at)
+        except RefusedError as error:
+            outcome.reason, outcome.error = "refused", error
+            return outcome, None
+
+    def turn(self) -> bool:
+        """Send a step, or read one, as the engine does; False where there is neither."""
+        plan = self.scheduler.schedule(self.now, self.free_at) if len(self.sent) < IN_FLIGHT else None
+        if plan is not None:
+            self.plans.append(plan)
+            seconds = self.device.seconds(plan.R, plan.C, plan.context) * self.rng.uniform(1, 1 + self.jitter)
+            self.free_at = max(self.now, self.free_at) + seconds
+            self.sent.append((plan, self.free_at, seconds))
+        if len(self.sent) == IN_FLIGHT or (plan is None and self.sent):
+            plan, self.now, seconds = self.sent.popleft()
+            self.fit.saw(plan.R, plan.C, plan.context, seconds)
+            tokens = [self._token(job, position) for job, position in plan.sampled]
+            self.scheduler.complete(plan, tokens, [0.0] * len(tokens), [()] * len(tokens), self.now)
+            return True
+        return plan is not None
+
+    def run(self, arrivals: Sequence[tuple[float, Request, int]]) -> None:
+        """Requests (time, request, output length) in order of time, to their end."""
+        waiting = deque(arrivals)
+        while True:
+            if not self.sent and waiting and not self.scheduler.running and not self.scheduler.waiting:
+                self.now = max(self.now, waiting[0][0])
+            while waiting and waiting[0][0] <= self.now:
+                at, request, length = waiting.popleft()
+                self.submit(request, length, at)
+            if not self.turn() and not waiting:
+                return
+
+    def goodput(self, ttft_s: float, tpot_s: float, seconds: float) -> float:
+        """Requests a second that met both targets."""
+        served = [
+            goodput.Request(
+                one.arrived,
+                one.first_at - one.arrived,
+                (one.last_at - one.first_at) / max(1, len(one.tokens) - 1),
+                len(one.tokens),
+            )
+            for one in self.outcomes
+            if one.reason in ("stop", "length")
+        ]
+        found = goodput.goodput(served, ttft_target_s=ttft_s, tpot_target_s=tpot_s, seconds=seconds)
+        return found.good_requests_per_s
+
+    def _token(self, job: Job, position: int) -> int:
+        expected = self._of[job.ticket.id].expected
+        place = position - job.prompt_len
+        return expected[place] if place < len(expected) else 999  # past the stop, before the host knows
+
+    def _deliver(self, job: Job, event: Event) -> None:
+        outcome = self._of[job.ticket.id]
+        assert outcome.reason is None, "an event after the last"
+        if event.token is not None:
+            outcome.tokens.append(event.token)
+            outcome.first_at, outcome.last_at = outcome.first_at or event.at, event.at
+        if event.finish_reason:
+            outcome.reason, outcome.error = event.finish_reason, event.error
+
+
+def poisson(rate: float, seconds: float, seed: int = 0) -> list[tuple[float, Request, int]]:
+    """Requests at ``rate`` a second: prompts of 50 to 400 tokens, outputs of 20 to 120 of at most 128."""
+    rng, now, found = random.Random(seed), 0.0, []
+    while (now := now + rng.expovariate(rate)) < seconds:
+        prompt = [rng.randrange(2, 1000) for _ in range(rng.randrange(50, 400))]
+        found.append((now, Request(prompt, 128, stop_token_ids=(STOP,)), rng.randrange(20, 120)))
+    return found

@@ -1,0 +1,16 @@
+"""A bounded round of ``tests.decode.batching.stress``."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.decode.batching.stress import stress
+
+
+def test_random_load_changes_no_text_and_loses_nothing() -> None:
+    left = itertools.count(60, -1)
+    counts = stress(1, lambda: next(left) > 0)
+    assert counts["requests"] == 60
+    assert counts["preemptions"] > 0
+    assert counts["cached_tokens"] > 0
+    assert counts["cancelled"] > 0

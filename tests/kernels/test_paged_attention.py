@@ -1,0 +1,188 @@
+"""Attention over pages: every implementation against the NumPy definition, over layouts, dtypes and paddings."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import native
+from kernels.cache_attention.scaled import Scales, quantize
+from kernels.paged_attention import paged_attention
+from kernels.paged_attention.cpu_native import paged_write
+from kernels.select import KernelError
+
+LAYERS, PAGES, K, G, H = 2, 11, 2, 3, 20
+IMPLEMENTATIONS = ("reference", "xla", "cpu_native")
+
+
+def expected(q, k, v, positions):
+    """float64 softmax attention of q [T, K, G, H] over whole sequences k, v [positions, K, H]."""
+    out = np.zeros(q.shape)
+    for t, position in enumerate(positions):
+        if position < 0:
+            continue
+        for head in range(q.shape[1]):
+            scores = q[t, head].astype(np.float64) @ k[: position + 1, head].T.astype(np.float64) / H**0.5
+            weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weight /= weight.sum(axis=-1, keepdims=True)
+            out[t, head] = weight @ v[: position + 1, head]
+    return out
+
+
+def paged(sequences, page_size, stride, offset, tables, unwritten=np.nan):
+    """Sequences [positions, K, H] as one member's pages [LAYERS, PAGES, K, S, H] of layer 1; the rest unwritten."""
+    cache = np.full((LAYERS, PAGES, K, page_size // stride, H), unwritten, np.float32)
+    for sequence, table in zip(sequences, tables, strict=True):
+        for position, entry in enumerate(sequence):
+            page, inside = divmod(position, page_size)
+            if inside % stride == offset:
+                cache[1, table[page], :, inside // stride] = entry
+    return cache
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("page_size", "stride", "T"), [(4, 1, 1), (4, 2, 3), (6, 3, 2), (80, 1, 1), (6, 1, 16)])
+def test_equals_the_definition_whatever_the_pages(implementation, page_size, stride, T):
+    if implementation == "cpu_native" and native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(page_size * 10 + stride)
+    lengths = [1, 2 * page_size, 2 * page_size + 1]
+    order = rng.permutation(PAGES)
+    tables = np.zeros((4, 4), np.int32)
+    tables[:3, :3] = order[:9].reshape(3, 3)
+    keys, values = ([rng.standard_normal((n, K, H)).astype(np.float32) for n in lengths] for _ in range(2))
+    q = rng.standard_normal((4, T, K, G, H)).astype(np.float32)
+    positions = np.full((4, T), -1, np.int32)  # the fourth tile is padding
+    for row, length in enumerate(lengths):
+        count = min(T, length)
+        positions[row, :count] = np.arange(length - count, length)
+    want = np.stack([expected(q[b], keys[b], values[b], positions[b]) for b in range(3)])
+
+    parts = []
+    for offset in range(stride):
+        run = jax.jit(paged_attention, static_argnames=("stride", "platform", "implementation"))
+        own = [paged(s, page_size, stride, offset, tables[:3]) for s in (keys, values)]
+        parts.append(
+            run(
+                q,
+                *own,
+                tables,
+                layer=jnp.int32(1),
+                positions=positions,
+                stride=stride,
+                offset=jnp.int32(offset),
+                platform="cpu",
+                implementation=implementation,
+            )
+        )
+    top = np.max([p.max for p in parts], axis=0)
+    weight = [np.exp(np.asarray(p.max) - top) for p in parts]
+    total = sum(w * np.asarray(p.sum) for w, p in zip(weight, parts, strict=True))
+    out = sum(w[..., None] * np.asarray(p.out) for w, p in zip(weight, parts, strict=True))
+    got = out[:3] / np.maximum(total[:3], 1e-30)[..., None]
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    assert np.all(np.asarray(parts[0].sum)[3] == 0)
+    assert np.all(np.asarray(parts[0].out)[3] == 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu_native"])
+@pytest.mark.parametrize("stored", ["bfloat16", "uint16"])
+def test_narrow_caches(implementation, stored):
+    if implementation == "cpu_native" and native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(0)
+    bf16 = [jnp.asarray(rng.standard_normal((1, 5, K, 4, H)), jnp.bfloat16) for _ in range(2)]
+    caches = bf16 if stored == "bfloat16" else [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in bf16]
+    tables = np.array([[3, 1, 4], [2, 0, 0]], np.int32)
+    positions = np.array([[9], [2]], np.int32)
+    q = rng.standard_normal((2, 1, K, G, H)).astype(np.float32)
+    where = {"layer": 0, "positions": jnp.asarray(positions), "stride": 1, "offset": 0, "platform": "cpu"}
+    got = paged_attention(q, *caches, jnp.asarray(tables), **where, implementation=implementation).finish()
+    wide = [np.asarray(x, np.float32) for x in bf16]
+    for row, length in enumerate((10, 3)):
+        k, v = (x[0][tables[row]].swapaxes(1, 2).reshape(-1, K, H)[:length] for x in wide)
+        np.testing.assert_allclose(got[row], expected(q[row], k, v, [length - 1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_scaled_caches(implementation, kind):
+    """Exact on what is stored; a slot never written may hold any number and any scale."""
+    rng = np.random.default_rng(3)
+    stored, scales = zip(
+        *(quantize(jnp.asarray(rng.standard_normal((1, 5, K, 4, H)), jnp.float32), jnp.dtype(kind)) for _ in range(2)),
+        strict=True,
+    )
+    wide = [np.asarray(x, np.float32) * np.asarray(s)[..., None] for x, s in zip(stored, scales, strict=True)]
+    tables = np.array([[3, 1, 4], [2, 0, 0]], np.int32)
+    unwritten = [s.at[0, 4, :, 2:].set(np.nan).at[0, 2, :, 3:].set(np.nan) for s in scales]
+    positions = np.array([[9], [2]], np.int32)
+    q = rng.standard_normal((2, 1, K, G, H)).astype(np.float32)
+    where = {"layer": 0, "positions": jnp.asarray(positions), "stride": 1, "offset": 0, "platform": "cpu"}
+    own = Scales(*(unwritten if implementation == "xla" else scales))
+    got = paged_attention(q, *stored, jnp.asarray(tables), **where, implementation=implementation, scales=own).finish()
+    for row, length in enumerate((10, 3)):
+        k, v = (x[0][tables[row]].swapaxes(1, 2).reshape(-1, K, H)[:length] for x in wide)
+        np.testing.assert_allclose(got[row], expected(q[row], k, v, [length - 1]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_context_is_split_and_merged_alike_in_any_company():
+    """The bits of a row do not depend on the rows beside it, long or short."""
+    if native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(1)
+    cache = [rng.standard_normal((1, 90, 1, 16, 32)).astype(np.float32) for _ in range(2)]
+    tables = np.zeros((3, 80), np.int32)
+    tables[0] = np.arange(80)
+    tables[1, :2], tables[2, :2] = [81, 82], [83, 84]
+    q = rng.standard_normal((3, 1, 1, 2, 32)).astype(np.float32)
+
+    def run(rows, positions):
+        where = {"layer": 0, "stride": 1, "offset": 0, "platform": "cpu", "implementation": "cpu_native"}
+        places = jnp.asarray(positions, jnp.int32)[:, None]
+        return np.asarray(paged_attention(q[rows], *cache, tables[rows], positions=places, **where).finish())
+
+    both = run([0, 1], [1278, 20])
+    assert np.array_equal(both[1], run([1, 2], [20, 7])[0])
+    assert np.array_equal(both[0], run([0], [1278])[0])
+    flat = [c[0][tables[0]].swapaxes(1, 2).reshape(-1, 1, 32)[:1279].astype(np.float64) for c in cache]
+    scores = np.einsum("gh,sh->gs", q[0, 0, 0].astype(np.float64), flat[0][:, 0]) / 32**0.5
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    want = (weight / weight.sum(-1, keepdims=True)) @ flat[1][:, 0]
+    np.testing.assert_allclose(both[0, 0, 0], want, rtol=1e-4, atol=1e-6)
+
+
+def test_writing_leaves_padding_and_the_rest_alone():
+    if native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(2)
+    cache = rng.standard_normal((2, 3, K, 4, H)).astype(np.float32)
+    new = rng.standard_normal((4, K, H)).astype(np.float32)
+    marks = rng.integers(-9, 9, (2, 3, K, 4)).astype(np.int8)  # one number a position, as scales are
+    pages, slots = np.array([2, 3, 0, -1], np.int32), np.array([1, 0, 3, 0], np.int32)
+    want = cache.copy()
+    want[1, 2, :, 1], want[1, 0, :, 3] = new[0], new[2]
+    run = jax.jit(paged_write, donate_argnums=0)
+    np.testing.assert_array_equal(run(jnp.array(cache), new, pages, slots, jnp.int32(1)), want)
+    want = marks.copy()
+    want[0, 2, :, 1], want[0, 0, :, 3] = 7, 9
+    values = np.array([[7] * K, [8] * K, [9] * K, [6] * K], np.int8)
+    np.testing.assert_array_equal(run(jnp.array(marks), values, pages, slots, jnp.int32(0)), want)
+
+
+def test_a_page_that_is_not_there_is_an_error_and_not_a_crash():
+    if native.problem():
+        pytest.skip(native.problem())
+    q, cache = np.zeros((1, 1, 1, 1, 16), np.float32), np.zeros((1, 2, 1, 4, 16), np.float32)
+    where = {"layer": 0, "stride": 1, "offset": 0, "platform": "cpu", "implementation": "cpu_native"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="page 2 of 2"):
+        paged_attention(q, cache, cache, np.array([[2]], np.int32), positions=np.zeros((1, 1), np.int32), **where)
+
+
+def test_what_it_does_not_take_is_refused():
+    q, cache = jnp.zeros((1, 17, 1, 1, 16)), jnp.zeros((1, 2, 1, 4, 16))
+    where = {"layer": 0, "stride": 1, "offset": 0, "platform": "cpu", "positions": jnp.zeros((1, 17), jnp.int32)}
+    with pytest.raises(KernelError):
+        paged_attention(q, cache, cache, jnp.zeros((1, 1), jnp.int32), **where, implementation="cpu_native")
