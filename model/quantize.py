@@ -2,6 +2,11 @@
 
 Round to nearest, with one scale for a row or for a group of consecutive values of a row. Everything happens on the
 host, on the block that one device will hold, so that no second copy of the model exists anywhere.
+
+int4 has an offset beside each scale: its 16 levels lie evenly between a group's least and its most. On the demo model
+(`scripts.eval_quality`) groups of 32 without offsets raise perplexity by 23 %; scales chosen for the least squared
+error by 24 %, and by 17 % with errors weighted by the squares of calibration activations. With offsets, 5 bits a weight
+instead of 4.5, it is unchanged: that file's blocks are of this form, and any such block comes back.
 """
 
 from __future__ import annotations
@@ -207,7 +212,12 @@ def quantize(block: np.ndarray, format: WeightFormat, platform: str, peak: np.nd
     offsets = None
     if format.offsets:
         least, most = np.min(grouped, axis=-1, keepdims=True), np.max(grouped, axis=-1, keepdims=True)
+        if format.group > BLOCK:
+            # Most of a large group is small beside its step: levels that missed zero would move it all to one side.
+            least, most = np.minimum(least, 0), np.maximum(most, 0)
         scales = ((most - least) / (high - low)).astype(scales_dtype)
+        if format.group > BLOCK:
+            least = np.rint(least / _divisor(scales)) * _divisor(scales)
         offsets = (least - low * scales.astype(np.float32)).astype(scales_dtype)
         grouped = grouped - offsets.astype(np.float32)
     elif format.kind == "int4":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decode.decoder import Decoder
@@ -105,22 +106,22 @@ class Quality:
 
 
 def score(rows: Sequence[Sequence[int]], logits: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Quality:
-    """How logits [T, V] of each row predict its tokens, and how far they are from the reference's. In float64."""
-    nll, kl, agree = [], [], []
-    for row, own, other in zip(rows, logits, reference, strict=True):
-        for at in range(0, len(row) - 1, 64):  # some places at a time: a vocabulary in float64 is large
-            places = slice(at, min(at + 64, len(row) - 1))
-            q, p = _log_probabilities(own[places]), _log_probabilities(other[places])
-            nll += list(-q[np.arange(len(q)), row[places.start + 1 : places.stop + 1]])
-            kl += list(np.sum(np.exp(p) * (p - q), axis=-1))
-            agree += list(np.argmax(p, axis=-1) == np.argmax(q, axis=-1))
-    return Quality(float(np.mean(nll)), float(np.mean(kl)), float(np.mean(agree)))
+    """How logits [T, V] of each row predict its tokens, and how far they are from the reference's."""
+    places = [
+        _places(own[:-1], other[:-1], np.asarray(row[1:]))
+        for row, own, other in zip(rows, logits, reference, strict=True)
+    ]
+    nll, kl, agree = (float(np.mean(np.concatenate(each), dtype=np.float64)) for each in zip(*places, strict=True))
+    return Quality(nll, kl, agree)
 
 
-def _log_probabilities(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.sum(np.exp(wide), axis=-1, keepdims=True))
+@jax.jit
+def _places(own: jax.Array, reference: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-log q(token), KL and agreement, float32 [T]."""
+    q, p = jax.nn.log_softmax(own), jax.nn.log_softmax(reference)
+    nll = -jnp.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
+    agree = jnp.argmax(own, axis=-1) == jnp.argmax(reference, axis=-1)
+    return nll, jnp.sum(jnp.exp(p) * (p - q), axis=-1), agree.astype(jnp.float32)
 
 
 class Evaluator:

@@ -85,9 +85,9 @@ def test_symmetric_groups(name: str, platform: str) -> None:
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-g128"])
 def test_int4_with_offsets(name: str, platform: str) -> None:
-    """No value moves by more than 0.6 of the largest of three steps: what 16 levels are between a group's least and
-    most, zero among them, or 1/8 of its largest magnitude twice over where both signs are as large; and what scales
-    and offsets are rounded by."""
+    """Half a step, of which 15 lie between a group's least and its most, zero among them where groups are larger than
+    32: at most 2/15 of the largest magnitude. Scales and offsets are rounded by 2^-11 or 2^-8 of themselves, offsets of
+    up to 16 steps."""
     block, format = matrix(), WeightFormat.parse(name)
     assert format.offsets
     assert format.group is not None
@@ -96,7 +96,7 @@ def test_int4_with_offsets(name: str, platform: str) -> None:
     for columns in groups_of(block, format.group):
         own = block[:, columns]
         largest = np.abs(own).max(axis=1, keepdims=True)
-        assert (np.abs(found[:, columns] - own) <= largest / 8 + 32 * rounded * largest + 1e-7).all()
+        assert (np.abs(found[:, columns] - own) <= largest / 15 + 6 * rounded * largest + 1e-7).all()
 
 
 def test_int4_keeps_what_has_16_even_levels() -> None:
@@ -124,7 +124,8 @@ def test_host_packing_is_the_kernels() -> None:
     np.testing.assert_array_equal(packed, quantized.pack(jnp.asarray(codes)))
     np.testing.assert_array_equal(host.unpack(packed), codes)
     np.testing.assert_array_equal(quantized.unpack(jnp.asarray(packed)), codes)
-    assert packed[0, 3] == (codes[0, 3] + 8) | (codes[0, 19] + 8) << 4
+    low, high = int(codes[0, 3]) + 8, int(codes[0, 19]) + 8
+    assert packed[0, 3] == low + 16 * high
 
 
 CONFIG = small_config(
@@ -199,7 +200,7 @@ def test_a_group_that_does_not_divide(tmp_path: Path) -> None:
 
 def test_rules_that_match_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "quantize-source"
-    with pytest.raises(QuantizationError, match="no matrix is called 'layers.7.*'"):
+    with pytest.raises(QuantizationError, match=r"no matrix is called 'layers\.7\.\*'"):
         load(folder, Quantization.layers(WeightFormat("int8"), ["layers.7.*=none"]), 1)
     with pytest.raises(QuantizationError, match="rule 'head' is not PATTERN=FORMAT"):
         Quantization.layers(WeightFormat("int8"), ["head"])
