@@ -83,7 +83,7 @@ class DraftModel:
         return self.decoder.programs._cache_spec()
 
     def abstract_state(self, batch: int, max_len: int) -> Any:
-        return self.decoder._abstract_cache(batch, max_len)
+        return self.decoder.abstract_cache(batch, max_len)
 
     def propose(
         self,
