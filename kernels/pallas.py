@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 8
@@ -28,5 +30,7 @@ def race_found(error: BaseException | None) -> bool:
 
 
 def forget_simulation() -> None:
-    """After a simulated kernel raised: the next one starts with fresh memories."""
+    """After a simulated kernel raised: nothing waits for it any more, and the next one starts with fresh memories."""
+    with contextlib.suppress(Exception):  # that of the run that raised, told again
+        jax.effects_barrier()
     pltpu.reset_tpu_interpret_mode_state()

@@ -95,7 +95,7 @@ def _one_shot(sizes: dict[str, int], x: Any, out: Any, got: Any, sent: Any, rece
     meet(added)
 
 
-def _coordinates(rank: Any, sizes: dict[str, int]) -> dict[str, Any]:
+def _coordinates(rank: Any, sizes: dict[str, int]) -> Any:
     """The place of a device along each axis; along all others it is this device's own."""
     place = {}
     for axis, size in reversed(sizes.items()):

@@ -72,7 +72,7 @@ class DraftModel:
     def prepare(self, prompt_lens: Sequence[int], max_len: int) -> float:
         before = self.decoder.compile_s
         for size in {size for _, size in self.decoder._pieces(max(prompt_lens))}:
-            self.decoder._prefill_program(len(prompt_lens), size, max_len, SamplingParams().form)
+            self.decoder.prefill_program(len(prompt_lens), size, max_len, SamplingParams().form)
         return self.decoder.compile_s - before
 
     def begin(self, prompts: Sequence[Sequence[int]], max_len: int) -> Any:
@@ -83,7 +83,7 @@ class DraftModel:
         return self.decoder.programs._cache_spec()
 
     def abstract_state(self, batch: int, max_len: int) -> Any:
-        return self.decoder._abstract_cache(batch, max_len)
+        return self.decoder.abstract_cache(batch, max_len)
 
     def propose(
         self,

@@ -188,7 +188,8 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
             total[...] = jnp.zeros_like(total)
 
         def read(*, masked: bool) -> None:
-            seen = held = None
+            seen: Any = None
+            held: Any = None
             if masked:
                 slots = s * tile.slots + lax.broadcasted_iota(jnp.int32, (1, tile.slots), 1)
                 seen = slots * stride + offset[0] <= row_positions[0]

@@ -19,7 +19,7 @@ from sharding.layout import Layout
 from tests.kernels.compiled import machine
 from tests.model.checkpoint_files import small_config
 
-LAYERS, BATCH, CONTEXT = 1, 4, 2047
+LAYERS, BATCH, CONTEXT = 1, 4, 16383
 CONFIG = small_config(
     hidden_size=512,
     intermediate_size=1024,
@@ -28,7 +28,7 @@ CONFIG = small_config(
     num_kv_heads=8,
     head_dim=64,
     vocab_size=1024,
-    max_position_embeddings=4096,
+    max_position_embeddings=16384,
 )
 CALLS = {"tpu": "tpu_custom_call", "gpu": "__gpu$xla.gpu.triton|mosaic_gpu_v2"}
 

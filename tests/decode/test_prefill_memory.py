@@ -18,7 +18,7 @@ def test_a_prompt_of_16k_tokens_takes_the_memory_of_a_piece() -> None:
     pieces = decoder._pieces(LONG - 1)
     assert [size for _, size in pieces] == [PREFILL_CHUNK] * (LONG // PREFILL_CHUNK)
     temp = {
-        max_len: decoder._prefill_program(1, bucket(LONG, 1), max_len, SamplingParams().form)
+        max_len: decoder.prefill_program(1, bucket(LONG, 1), max_len, SamplingParams().form)
         .memory_analysis()
         .temp_size_in_bytes
         for max_len in (2048, LONG)
