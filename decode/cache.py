@@ -33,7 +33,11 @@ PREFILL_CHUNK = 512
 """Positions of the longest prefill piece. Longer prompts run in several, which keeps activations small."""
 
 UNROLLED_ROWS = 8
-"""Up to this many rows a decode write is one in-place update a row; past it one scatter (less code)."""
+"""Up to this many rows a decode write is one in-place update a row; past it one scatter (less code).
+
+Where positions are split an update also reads what it may have to keep, and with more rows than one XLA:TPU changes the
+layout of the whole cache for that, at every dispatch and once a step: there a scatter serves from two rows on.
+"""
 
 
 class CacheOverflowError(ValueError):
@@ -153,7 +157,7 @@ def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: 
         return lax.dynamic_update_slice(cache, new, (layer, 0, 0, slot, *at_start))
     slots = lax.div(positions[:, 0], np.int32(members))
     mine = lax.rem(positions[:, 0], np.int32(members)) == me
-    if B > UNROLLED_ROWS:
+    if (UNROLLED_ROWS if members == 1 else 1) < B:
         slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
         return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
     for row in range(B):

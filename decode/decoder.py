@@ -112,7 +112,7 @@ class Decoder:
             self.compile_s += time.perf_counter() - began
             self._cache_shapes.add(shape)
         for size in {size for _, size in self._pieces(max(prompt_lens))}:
-            self._prefill_program(len(prompt_lens), size, max_len, form)
+            self.prefill_program(len(prompt_lens), size, max_len, form)
         self.decode_program(len(prompt_lens), max_len, form)
 
     def generate(
@@ -214,7 +214,7 @@ class Decoder:
             seen = self._put(np.zeros(shape, bool), SEEN)
         for at, size in self._pieces(int(lens.max())):
             piece = self._put(_pad([prompt[at : at + size] for prompt in prompts], size), ("batch", None))
-            program = self._prefill_program(B, size, max_len, form)
+            program = self.prefill_program(B, size, max_len, form)
             cache, hidden, seen, token, logprob = program(
                 self.params, cache, hidden, seen, piece, np.int32(at), lengths, values
             )
@@ -286,7 +286,7 @@ class Decoder:
         chunk = chunk_size(self.layout.kv_seq)
         return [(at, bucket(min(chunk, length - at), self.layout.kv_seq)) for at in range(0, length, chunk)]
 
-    def _prefill_program(self, batch: int, size: int, max_len: int, form: SamplingForm) -> Any:
+    def prefill_program(self, batch: int, size: int, max_len: int, form: SamplingForm) -> Any:
         def arguments() -> tuple[Any, ...]:
             return (
                 self._abstract((batch, self.config.hidden_size), self.dtype, ("batch", None)),
@@ -319,13 +319,13 @@ class Decoder:
         key = (*key, capacity(max_len, self.layout.kv_seq))
         if key not in self._compiled:
             began = time.perf_counter()
-            cache = self._abstract_cache(key[1], max_len)
+            cache = self.abstract_cache(key[1], max_len)
             lowered = program().lower(self.programs.abstract_params(), cache, *arguments())
             self._compiled[key] = lowered.compile()
             self.compile_s += time.perf_counter() - began
         return self._compiled[key]
 
-    def _abstract_cache(self, batch: int, max_len: int) -> KVCache:
+    def abstract_cache(self, batch: int, max_len: int) -> KVCache:
         return abstract_cache(self.config, batch, max_len, self.layout, self.cache_dtype, stacked=self.programs.stacked)
 
     def _abstract(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None]) -> Any:

@@ -77,6 +77,7 @@ class Programs:
         cache_dtype: Any = None,
         quantization: Quantization = WIDE,
     ):
+        collectives.check_platform(layout.platform)
         self.config, self.layout, self.collectives = config, layout, collectives
         self.cache_dtype = jnp.dtype(cache_dtype or dtype)
         self.stacked, self.kernels = layers == "scan", kernels

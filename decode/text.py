@@ -5,12 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from decode.decoder import Decoder
+from decode.decoder import Arrival
 from decode.sampling import SamplingParams
 from decode.timing import Timing
 from model.tokenizer import StopStrings, Tokenizer
+
+
+class Generator(Protocol):
+    """What makes tokens: ``decode.decoder.Decoder``, or one that speculates."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        max_len: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop_token_ids: Sequence[int] = (),
+        steps_per_dispatch: int | None = None,
+    ) -> Iterator[Arrival]:
+        """See ``Decoder.generate``."""
+        ...
 
 
 @dataclass
@@ -83,7 +100,7 @@ class TextGeneration:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Generator,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         *,

@@ -382,14 +382,38 @@ class Llama(nnx.Module):
     def _scan(
         self, stack: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], positions: jax.Array, cache: C
     ) -> tuple[jax.Array, C]:
-        graph, weights = nnx.split(stack)
+        graph, state = nnx.split(stack)
+        weights, tree = jax.tree.flatten(state)
+        shapes = [weight.shape[1:] for weight in weights]
+        # Stacked as products take them: out of [L, out, in] XLA:TPU reads a layer in the product itself, out of
+        # [L, 2, F, D] it copies the layer first.
+        flat = [weight.reshape(len(weight), *rest) for weight, rest in zip(weights, _flat_shapes(stack), strict=True)]
 
-        def body(carry: tuple[jax.Array, C], one: tuple[nnx.State, jax.Array]) -> tuple[tuple[jax.Array, C], None]:
+        def body(
+            carry: tuple[jax.Array, C], one: tuple[list[jax.Array], jax.Array]
+        ) -> tuple[tuple[jax.Array, C], None]:
             (x, cache), (weights, layer) = carry, one
-            return nnx.merge(graph, weights)(x, rope, positions, cache, layer), None
+            weights = [weight.reshape(shape) for weight, shape in zip(weights, shapes, strict=True)]
+            block = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+            return block(x, rope, positions, cache, layer), None
 
-        (x, cache), _ = lax.scan(body, (x, cache), (weights, jnp.arange(self.config.num_layers)))
+        (x, cache), _ = lax.scan(body, (x, cache), (flat, jnp.arange(self.config.num_layers)))
         return x, cache
+
+
+def _flat_shapes(stack: Block) -> list[tuple[int, ...]]:
+    """For each leaf of a stack of layers its shape without the stack, matrices as [out, in]."""
+    out_dims = {path: one.out_dims for path, one in nnx.iter_modules(stack) if isinstance(one, Linear)}
+    _, state = nnx.split(stack)
+    variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    paths = {id(variable): path for path, variable in nnx.to_flat_state(state)}
+    found = []
+    for variable in variables:
+        shape, dims = variable.get_value().shape[1:], out_dims.get(paths[id(variable)][:-1])
+        if dims is not None:
+            shape = tuple(math.prod(part) for part in (shape[:dims], shape[dims:]) if part)
+        found.append(shape)
+    return found
 
 
 def _param(shape: Sequence[int], axes: Sequence[LogicalAxis], dtype: Any, build: Build) -> nnx.Param:

@@ -15,25 +15,29 @@ from typing import Any
 
 import jax
 
+from decode.batching.request import RequestError
 from decode.cache import CacheOverflowError
 from decode.compile_cache import CompileCache
 from decode.decoder import NumericsError, PromptError
 from decode.sampling import SamplingError
+from decode.speculation.proposer import SpeculationError
 from kernels import native
 from kernels.cache_dir import cache_dir
 from kernels.select import KernelError
 from model.checkpoint.errors import CheckpointError
+from model.checkpoint.resolve import ResolvedModel
 from model.config import ConfigError
 from model.quantize import KINDS, WIDE, Quantization, QuantizationError, WeightFormat
 from model.tokenizer import TokenizerError
 from roofline.errors import RooflineError
 from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
-from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, CollectiveForm, Collectives
+from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, KERNEL_FORMS, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
 from sharding.multihost import MultihostError, process_count
 from sharding.self_check import MeshFaultError
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+STORED = "stored"
 KV_DTYPES = {**DTYPES, "int8": "int8", "fp8": "float8_e4m3fn"}
 
 
@@ -51,8 +55,10 @@ USER_ERRORS = (
     NumericsError,
     PromptError,
     QuantizationError,
+    RequestError,
     RooflineError,
     SamplingError,
+    SpeculationError,
     TokenizerError,
     UsageError,
     OSError,
@@ -122,7 +128,10 @@ def add_kernels_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
 
 def add_quant_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--quant", choices=KINDS, help="keep the layers' matrices in fewer bits; embedding, head and norms stay wide"
+        "--quant",
+        choices=(*KINDS, STORED),
+        help="keep the layers' matrices in fewer bits (embedding, head and norms stay wide), or every matrix as the "
+        "checkpoint stores it",
     )
     parser.add_argument(
         "--group",
@@ -144,11 +153,21 @@ def add_quant_rule_option(parser: argparse.ArgumentParser | argparse._ArgumentGr
     )
 
 
-def chosen_quantization(args: argparse.Namespace) -> Quantization:
-    """``--quant``, ``--group`` and ``--quant-rule`` together."""
+def chosen_quantization(args: argparse.Namespace, model: ResolvedModel) -> Quantization:
+    """``--quant``, ``--group`` and ``--quant-rule`` together, for this model."""
+    asked = asked_quantization(args)
+    return model.quantization_for(asked) if args.quant != STORED else model.stored_quantization().also(asked)
+
+
+def asked_quantization(args: argparse.Namespace) -> Quantization:
+    """The same as far as no model is needed: what can be refused is refused before anything slow."""
+    if args.quant == STORED:
+        if args.group is not None:
+            raise UsageError("--group goes with a format; with --quant stored the checkpoint has its own groups")
+        return Quantization.of_rules(args.quant_rule)
     if args.quant is None:
         if args.group is not None or args.quant_rule:
-            raise UsageError(f"--group and --quant-rule go with --quant, which is one of {', '.join(KINDS)}")
+            raise UsageError(f"--group and --quant-rule go with --quant, which is one of {', '.join((*KINDS, STORED))}")
         return WIDE
     return Quantization.layers(WeightFormat.of(args.quant, args.group), args.quant_rule)
 
@@ -180,9 +199,10 @@ def kernel_facts(choice: str) -> str:
 def add_collective_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--collective",
-        choices=COLLECTIVE_FORMS,
+        choices=(*COLLECTIVE_FORMS, *KERNEL_FORMS),
         help="how a decode step adds up over devices: psum, one all-reduce; scatter, a reduce-scatter and an all-gather"
-        " with the norm's sum in between; one_shot, an all-gather and a local sum (default "
+        " with the norm's sum in between; one_shot, an all-gather and a local sum; one_shot_dma on TPU and "
+        "multimem on Hopper, a kernel (default "
         f"{DEFAULT_COLLECTIVES.collective})",
     )
 
@@ -331,6 +351,17 @@ def positive(text: str) -> int:
 def not_negative(text: str) -> int:
     """argparse type: an integer of at least 0."""
     return _integer(text, 0)
+
+
+def positive_number(text: str) -> float:
+    """argparse type: a number above 0, at most a million."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0, and at most 1000000")
+    return value
 
 
 def integers(text: str) -> list[int]:

@@ -17,7 +17,10 @@ from sharding.multihost import PEER_TIMEOUT_S, Membership, MultihostError, check
 OUTPUTS = ("json", "plot")
 """Options that name a file to write: process 0's alone."""
 
-OWN_OPTIONS = (*OUTPUTS, "quiet", "coordinator", "process_count", "process_id", "peer_timeout")
+SURFACE = ("host", "port", "served_name", "api_key", "api_key_file", "drain_timeout")
+"""Options of the HTTP surface, which is process 0's alone."""
+
+OWN_OPTIONS = (*OUTPUTS, *SURFACE, "quiet", "coordinator", "process_count", "process_id", "peer_timeout")
 """Options that may differ between processes; all others decide what is computed."""
 
 BROKEN_PIPE = 128 + 13

@@ -76,8 +76,8 @@ def step_facts(
     }
 
 
-def report_lines(facts: dict[str, Any]) -> list[str]:
-    """The short report of ``scripts.generate``, from its JSON fields."""
+def report_lines(facts: dict[str, Any], timed: str = "TPOT") -> list[str]:
+    """The short report of ``scripts.generate``, from its JSON fields. ``timed`` names what ``tpot_s`` times."""
     devices = facts["tp"]
     each = " a device" if devices > 1 else ""
     lines = [
@@ -86,12 +86,12 @@ def report_lines(facts: dict[str, Any]) -> list[str]:
         f"TTFT      {_ms(facts['ttft_s'])} for {_prompts(facts)}",
     ]
     if facts["tpot_s"] is None:
-        return [*lines, "TPOT      not measured: no token was decoded after the first"]
+        return [*lines, f"{timed}      not measured: no token was decoded after the first"]
     spread = " to ".join(f"{one * 1e3:.1f}" for one in (min(facts["tpot_samples_s"]), max(facts["tpot_samples_s"])))
     rows = f" of {facts['batch']} rows" if facts["batch"] > 1 else ""
     return [
         *lines,
-        f"TPOT      {_ms(facts['tpot_s'])} (median; {spread}), {facts['tokens_per_s']:.1f} tokens/s{rows} overall",
+        f"{timed}      {_ms(facts['tpot_s'])} (median; {spread}), {facts['tokens_per_s']:.1f} tokens/s{rows} overall",
         f"bytes     {facts['step_bytes_per_device'] / 1e6:.1f} MB{each} that a step must move: weights "
         f"{facts['step_weight_bytes_per_device'] / 1e6:.1f}, cache {facts['step_cache_bytes_per_device'] / 1e6:.1f}",
         f"achieved  {facts['achieved_gb_per_s']:.1f} GB/s{each} of the {facts['limit_gb_per_s']:.1f} GB/s{each} that "

@@ -9,10 +9,11 @@ from typing import Any
 
 from roofline.case import Case
 from roofline.chips import CHIPS, Chip
-from roofline.collectives import Interconnect, Measured
+from roofline.collectives import Interconnect, Measured, SumForm
 from roofline.efficiency import Efficiency
 from roofline.fit import Measurement, fit
 from roofline.latency import MeasuredTerms, Verdict, judge, tpot
+from sharding.collectives import KERNEL_FORMS, CollectiveForm
 
 GOOD_ERROR = 0.15
 """A prediction within this share of the measurement is called good."""
@@ -142,6 +143,11 @@ def read_chip(bytes_per_s: float, flops_per_s: float) -> Chip:
     wires = Interconnect("as measured", "switch", 1.0, 0.0, 0.0)
     rates = {"bf16": flops_per_s, "f32": flops_per_s}
     return Chip("as measured", rates, bytes_per_s, float("inf"), wires, measured=True)
+
+
+def priced_as(form: CollectiveForm) -> SumForm:
+    """How the latency model prices a form of sum: one made by a kernel sends each term to all, as one-shot does."""
+    return "one_shot" if form in KERNEL_FORMS else form  # type: ignore[return-value]  # the others are the model's own
 
 
 def chip_flops(device_kind: str, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer to time beside ours: the same weights, float32, one token at a time."""
+"""Hugging Face transformers as a peer to time beside ours: the same weights, one token at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_transformers(model: ResolvedModel) -> None:
 class TransformersChain:
     """A filled cache, and the same number of greedy steps from it for each sample."""
 
-    def __init__(self, model: ResolvedModel, batch: int, context: int, steps: int):
+    def __init__(self, model: ResolvedModel, batch: int, context: int, steps: int, dtype: str = "float32"):
         check_transformers(model)
         import torch
         import transformers
@@ -36,7 +36,7 @@ class TransformersChain:
             config = transformers.LlamaConfig(**model.config.to_hf())
         except Exception as error:  # its own checks of a config have classes of their own
             raise UsageError(f"transformers refuses this model: {error}") from None
-        self.model = transformers.LlamaForCausalLM(config).float().eval()
+        self.model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
         weights = {
             name: torch.from_numpy(model.source.read(name, slice(0, tensor.shape[0])).astype(np.float32))
             for name, tensor in model.source.tensors.items()
@@ -44,6 +44,8 @@ class TransformersChain:
         missing, unused = self.model.load_state_dict(weights, strict=False)
         if unused or set(missing) - {"lm_head.weight"}:  # a tied head is the embedding itself
             raise RuntimeError(f"transformers names other tensors: missing {missing}, unused {unused}")
+        self.model.tie_weights()
+        self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())  # a tied one counts once
         tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, context))
         with torch.inference_mode():
             out = self.model(torch.from_numpy(tokens), use_cache=True)

@@ -200,7 +200,7 @@ def measure_skew(mesh: Mesh, call_s: float, rounds: int) -> float:
     probe = SkewProbe(mesh)
     pairs = [(probe.seconds(True), probe.seconds(False)) for _ in range(rounds)]
     probe.close()
-    return skew_share(*zip(*pairs, strict=True), call_s)
+    return skew_share([met for met, _ in pairs], [bare for _, bare in pairs], call_s)
 
 
 def constants(rows: Iterable[Mapping[str, Any]], skew: Mapping[int, float] | None = None) -> Measured:

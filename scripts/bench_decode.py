@@ -29,6 +29,7 @@ from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
 from model.config import LlamaConfig
 from model.presets import PRESETS, preset
 from model.random_init import random_params
+from scripts import bench_speculation
 from scripts._cli import (
     DTYPES,
     UsageError,
@@ -54,6 +55,7 @@ from scripts._cli import (
     write_json,
 )
 from scripts._report import step_bytes, step_facts
+from scripts._speculation import add_speculation_options, check_speculation_options
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
 from sharding.collective_chain import Meeting
@@ -122,8 +124,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("transformers",),
         help="time Hugging Face transformers on the same weights in f32 (pip install -e '.[parity]')",
     )
+    add_speculation_options(parser, repeat=True)
     parser.add_argument("--json", metavar="PATH", help="write every sample; - is standard output")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    # What was asked for beside the defaults, which speculation may have no use for.
+    args.given = [action.option_strings[0] for action in parser._actions if _is_given(action, args)]
+    return args
+
+
+def _is_given(action: argparse.Action, args: argparse.Namespace) -> bool:
+    return bool(action.option_strings) and getattr(args, action.dest, action.default) != action.default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,7 +184,28 @@ class Contestant:
     samples: list[float] = field(default_factory=list)
 
 
+SPECULATING = ("--model", "--dtype", "--tp", "--cpu-devices", "--kernels", "--rounds", "--json")
+SPECULATING_TOO = ("--speculate", "--k", "--draft-dtype")
+
+
+def bench_modes(args: argparse.Namespace) -> None:
+    """With --speculate: plain decoding and each proposer on four kinds of prompt, by ``scripts.bench_speculation``."""
+    if unused := [name for name in args.given if name not in (*SPECULATING, *SPECULATING_TOO)]:
+        raise UsageError(f"{', '.join(unused)} has no effect with --speculate, which decodes four kinds of prompt")
+    if len(args.dtype) > 1 or len(args.tp) > 1:
+        raise UsageError("--speculate takes one --dtype and one --tp")
+    options = ["--model", args.model, "--dtype", args.dtype[0], "--tp", str(args.tp[0]), "--rounds", str(args.rounds)]
+    options += [part for name in args.speculate for part in ("--speculate", name)] + ["--kernels", args.kernels]
+    for name, value in (("k", args.k), ("draft-dtype", args.draft_dtype), ("json", args.json)):
+        options += [] if value is None else [f"--{name}", str(value)]
+    options += [] if args.cpu_devices is None else ["--cpu-devices", str(args.cpu_devices)]
+    bench_speculation.bench(bench_speculation.parse_args(options))
+
+
 def bench(args: argparse.Namespace) -> None:
+    if args.speculate:
+        return bench_modes(args)
+    check_speculation_options(args.speculate, args.k, args.draft_dtype)
     check_writable(args.json)
     if args.steps > MAX_STEPS:
         raise UsageError(f"--steps is {args.steps}; one dispatch runs at most {MAX_STEPS}")

@@ -55,7 +55,7 @@ from scripts._cli import (
 )
 from scripts._processes import add_process_options
 from scripts._report import step_bytes, step_facts
-from scripts._scaling import Samples, chip_flops, predict, render, report_rows, verdict
+from scripts._scaling import Samples, chip_flops, predict, priced_as, render, report_rows, verdict
 from scripts.bench_collectives import constants as fitted
 from scripts.bench_collectives import measure, result, skew_share
 from scripts.bench_decode import Chain, check_room, open_shape, take_turns
@@ -195,7 +195,7 @@ def bench(args: argparse.Namespace) -> None:
             tp=tp,
             batch=args.batch,
             context=args.context + args.steps // 2,
-            collective=collectives.collective,
+            collective=priced_as(collectives.collective),
         )
         for tp in layouts
     }

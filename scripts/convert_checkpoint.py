@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from model.checkpoint.orbax import save_params
 from model.checkpoint.orbax_folder import check_destination
 from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
-from model.quantize import WIDE, Quantization
+from model.quantize import WIDE
 from model.tokenizer import Tokenizer, TokenizerError
 from scripts._cli import (
     DTYPES,
@@ -59,11 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     set_up(args.cpu_devices)
-    convert(args.source, args.destination, args.dtype, args.tp, args.overwrite, chosen_quantization(args))
+    convert(args.source, args.destination, args.dtype, args.tp, args.overwrite, args)
 
 
 def convert(
-    source: str, destination: str, dtype: str | None, tp: int, overwrite: bool, quantization: Quantization = WIDE
+    source: str,
+    destination: str,
+    dtype: str | None,
+    tp: int,
+    overwrite: bool,
+    quant: argparse.Namespace | None = None,
 ) -> None:
     """Loads `source` over `tp` devices and saves it at `destination`; raises the errors of its parts."""
     path = check_destination(destination, overwrite)
@@ -71,7 +76,7 @@ def convert(
     tokenizer = _load_tokenizer(model)
     layout = Layout(make_mesh(tp, model.config.num_kv_heads))
     started = time.perf_counter()
-    quantization = model.quantization_for(quantization)
+    quantization = model.quantization_for(WIDE) if quant is None else chosen_quantization(quant, model)
     params = model.load_params(layout, dtype or _lossless_dtype(model), quantization=quantization)
     loaded = time.perf_counter()
     save_params(

@@ -22,6 +22,7 @@ from decode.cache import check_fits
 from decode.compile_cache import CompileCache
 from decode.decoder import Decoder, PromptError
 from decode.sampling import SamplingParams
+from decode.speculation.decoder import SpeculativeDecoder
 from decode.text import Completion, TextGeneration
 from decode.timing import Timing
 from model.checkpoint.resolve import ACCEPTED, open_model
@@ -36,6 +37,7 @@ from scripts._cli import (
     add_kernels_option,
     add_kv_dtype_option,
     add_quant_options,
+    asked_quantization,
     check_writable,
     chosen_collectives,
     chosen_kernels,
@@ -54,6 +56,14 @@ from scripts._cli import (
 from scripts._many import ManyRun, run_many
 from scripts._processes import add_process_options
 from scripts._report import report_lines, step_bytes, step_facts
+from scripts._speculation import (
+    add_speculation_options,
+    check_draft,
+    check_speculation_options,
+    make_proposer,
+    speculation_facts,
+    speculation_lines,
+)
 from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.layout import Layout
 from sharding.mesh import check_every_process_has_a_device, make_mesh
@@ -109,6 +119,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 avoids tokens seen; 1 is off")
     chosen.add_argument("--seed", type=not_negative, default=0, help="same seed, same text, at every --tp (default 0)")
 
+    add_speculation_options(parser.add_argument_group("speculation (off by default; the output stays the same)"))
+
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
     add_device_options(machine)
@@ -157,14 +169,17 @@ def generate(args: argparse.Namespace) -> None:
     # What can be refused is refused before anything slow.
     check_writable(args.json)
     sampling = _sampling(args)
-    quantization = chosen_quantization(args)
+    asked_quantization(args)
     StopStrings(args.stop)
     chats, texts = _asked(args)
+    k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
     say = _silent if args.quiet else _to_stderr
 
     cache = set_up(args.cpu_devices)
     began = time.perf_counter()
     model = open_model(args.model)
+    if args.speculate:
+        check_draft(args.speculate, model.config)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_every_process_has_a_device(layout.mesh)
     collectives = chosen_collectives(args.collective, layout.tp)
@@ -174,6 +189,7 @@ def generate(args: argparse.Namespace) -> None:
     max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
     dtype = DTYPES[args.dtype or default_dtype()]
+    quantization = chosen_quantization(args, model)
     say(
         f"{args.model}: {model.config.parameter_count():,} parameters in {dtype}{_quantised(quantization)}, "
         f"{args.layers} layers; {layout.describe()}"
@@ -184,7 +200,6 @@ def generate(args: argparse.Namespace) -> None:
     limit = measure_read_bandwidth(layout.mesh)
 
     began = time.perf_counter()
-    quantization = model.quantization_for(quantization)
     params = model.load_params(layout, dtype, args.layers, progress=not args.quiet, quantization=quantization)
     decoder = Decoder(
         model.config,
@@ -197,6 +212,9 @@ def generate(args: argparse.Namespace) -> None:
         cache_dtype=chosen_kv_dtype(args.kv_dtype),
         quantization=quantization,
     )
+    speculative = None
+    if args.speculate:
+        speculative = SpeculativeDecoder(decoder, make_proposer(args.speculate, decoder, args.draft_dtype), k)
     load_s = opened + time.perf_counter() - began
 
     say(f"loaded in {load_s:.1f} s; compiling")
@@ -218,7 +236,7 @@ def generate(args: argparse.Namespace) -> None:
     for at in range(0, len(prompts), args.batch):
         own = prompts[at : at + args.batch]
         generation = TextGeneration(
-            decoder,
+            speculative or decoder,
             tokenizer,
             [prompt.tokens for prompt in own],
             max_new_tokens=args.max_new_tokens,
@@ -233,8 +251,16 @@ def generate(args: argparse.Namespace) -> None:
     limit = Bandwidth.of([*limit.samples, *measure_read_bandwidth(layout.mesh).samples], limit.devices)
 
     facts = _facts(args, decoder, max_len, groups, limit, cache, load_s, sampling)
+    lines = report_lines(facts, timed="pass" if speculative else "TPOT")
+    if speculative:
+        rows = len(groups[0].prompts)
+        # What is timed is a pass, and the bytes above are a pass's; a token takes less.
+        facts["pass_s"] = facts["tpot_s"]
+        facts["tpot_s"] = rows / facts["tokens_per_s"] if facts["tokens_per_s"] else None
+        facts["speculation"] = speculation_facts(speculative, speculative.costs(rows, max_len, sampling), rows)
+        lines += speculation_lines(facts["speculation"])
     if not args.quiet:
-        print("\n" + "\n".join(report_lines(facts)), file=text_out)
+        print("\n" + "\n".join(lines), file=text_out)
     if args.json:
         write_json(args.json, facts)
 

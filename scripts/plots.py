@@ -285,3 +285,37 @@ def stacked_bars(axes: Axes, names: list[str], terms_ms: list[dict[str, float]])
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     axes.grid(axis="y", alpha=0.3, lw=0.4)
     axes.set_axisbelow(True)
+
+
+def draw_serving(reports: list[dict[str, Any]]) -> Figure:
+    """Throughput (full lines) and goodput (broken) against the load, for reports of `scripts.bench_serving`."""
+    figure = new_figure(8.5, 5.6)
+    axes = figure.subplots()
+    load = "rate" if "rate" in reports[0]["points"][0] else "concurrency"
+    tallest = 0.0
+    for report, colour in zip(reports, (BLUE, RED, GREEN, ORANGE, PURPLE, SKY), strict=False):
+        points = sorted((point for point in report["points"] if load in point), key=lambda point: point[load])
+        at = [point[load] for point in points]
+        whole = [point["output_tokens_per_s"] for point in points]
+        axes.plot(at, whole, color=colour, marker="o", lw=2, label=f"{report['label']}: throughput")
+        tallest = max([tallest, *whole])
+        if points and all(point["goodput"] for point in points):
+            good = [point["goodput"]["output_tokens_per_s"] for point in points]
+            axes.plot(at, good, color=colour, marker="D", ls="--", lw=2, label=f"{report['label']}: goodput")
+    targets = reports[0]["points"][0]["goodput"] or {}
+    told = [
+        f"{name} at most {targets[key]:g} ms"
+        for name, key in (("TTFT", "ttft_target_ms"), ("TPOT", "tpot_target_ms"))
+        if targets.get(key) is not None
+    ]
+    title = "Throughput and goodput" if told else "Throughput"
+    axes.set(
+        xlabel="offered load (requests/s)" if load == "rate" else "requests open at once",
+        ylabel="output tokens/s",
+        title=f"{title} by load" + (f"\ngood: {' and '.join(told)}" if told else ""),
+        xlim=(0, None),
+        ylim=(0, (tallest or 1) * 1.1),
+    )
+    axes.grid(alpha=0.3, lw=0.4)
+    axes.legend(fontsize=9)
+    return figure

@@ -7,7 +7,9 @@ and no others, which ``sharding.hlo`` counts. ``Collectives`` says which form of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import jax
@@ -17,8 +19,11 @@ from jax import lax
 from sharding.mesh import KV_SEQ, TENSOR, LayoutError
 
 Axes = str | tuple[str, ...]
-CollectiveForm = Literal["psum", "scatter", "one_shot"]
-COLLECTIVE_FORMS: tuple[CollectiveForm, ...] = get_args(CollectiveForm)
+CollectiveForm = Literal["psum", "scatter", "one_shot", "one_shot_dma", "multimem"]
+KERNEL_FORMS: Mapping[CollectiveForm, str] = MappingProxyType({"one_shot_dma": "tpu", "multimem": "gpu"})
+"""Forms that are a kernel of one platform; all others run everywhere."""
+
+COLLECTIVE_FORMS: tuple[CollectiveForm, ...] = ("psum", "scatter", "one_shot")
 
 
 def axis_size(axes: Axes) -> int:
@@ -73,6 +78,8 @@ class Collectives:
         all-gather ahead of each norm, which carries each share's sum of squares with it (sequence parallelism,
         Korthikanti et al., 2022, splits the residual over positions; one position leaves only D to split).
       - "one_shot": one all-gather of the partial sums, added up on every device: the fewest hops, tp times the bytes.
+      - "one_shot_dma", on TPU: the same as one kernel, where each device writes into the memory of all others.
+      - "multimem", on Hopper and later: the NVLink switch adds. Both are in ``sharding.kernel_sums``.
 
     removed: every collective becomes local work of the same shapes. Results are wrong: it measures the rest of a step.
 
@@ -84,8 +91,19 @@ class Collectives:
     removed: bool = False
 
     def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVE_FORMS:
-            raise LayoutError(f"collective is {self.collective!r}; it must be one of {', '.join(COLLECTIVE_FORMS)}")
+        if self.collective not in (forms := get_args(CollectiveForm)):
+            raise LayoutError(f"collective is {self.collective!r}; it must be one of {', '.join(forms)}")
+
+    def check_platform(self, platform: str) -> None:
+        """Refuse a form that is a kernel of another platform.
+
+        Raises:
+            LayoutError: it is.
+        """
+        own = KERNEL_FORMS.get(self.collective, platform)
+        if own != platform:
+            others = ", ".join(COLLECTIVE_FORMS)
+            raise LayoutError(f"collective {self.collective} runs on {own}, not {platform}; use one of {others}")
 
     def sum(self, x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
         """``all_reduce_sum``."""
@@ -123,6 +141,10 @@ class Collectives:
             return self.scatter(_padded(partial), TENSOR, axis=partial.ndim - 1)
         if self.collective == "one_shot":
             return jnp.sum(self.gather(partial[None], TENSOR, axis=0), axis=0)
+        if self.collective in KERNEL_FORMS and not self.removed:
+            from sharding import kernel_sums  # Pallas takes a third of a second to import
+
+            return getattr(kernel_sums, self.collective)(partial, TENSOR)
         return self.sum(partial)
 
     def hidden_share(self, vector: jax.Array) -> jax.Array:

@@ -14,7 +14,19 @@ from kernels.cache_attention.partial import MASKED, Partial
 from kernels.cache_attention.scaled import Scales, widened
 
 BLOCK = 128
-"""Slots read a loop iteration. Larger reads more past a short conversation; smaller loops more often."""
+"""Slots read a loop iteration on CPU. Larger reads more past a short conversation; smaller loops more often."""
+
+ACCELERATOR_BLOCK = 512
+"""The same on TPU and GPU, where an iteration of 128 is nearly all overhead: a few us, for a read of less than one.
+
+By the TPU compiler's estimate one layer of llama-3-70b over 8 devices, one row at context 8192, takes 1.27 million
+cycles on v6e with blocks of 128, 0.55 with 512 and 0.43 with 1024 (which reads more past the end).
+"""
+
+
+def block_size(slots: int, platform: str) -> int:
+    """Slots that one iteration reads of a cache of so many."""
+    return min(BLOCK if platform == "cpu" else ACCELERATOR_BLOCK, slots)
 
 
 def cache_attention(
@@ -32,7 +44,7 @@ def cache_attention(
     """See ``kernels.cache_attention.cache_attention``."""
     B, T, K, G, H = q.shape
     S = keys.shape[3]
-    block = min(BLOCK, S)
+    block = block_size(S, platform)
     # One matrix of G*T rows for each (row, KV head): the queries of a group share every block that is read.
     rows = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     row_positions = jnp.broadcast_to(positions[:, None, None, :], (B, 1, G, T)).reshape(B, 1, G * T, 1)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.matmul.tpu_rows import tpu_rows
+
 STREAMED_ROWS = 8
 """On CPU, up to this many rows a bf16 product is a fused convert-multiply-reduce.
 
@@ -19,6 +21,8 @@ weights/s at 1, 2, 4, 8, 16 rows, against 0.8 to 0.9 through the converted copy 
 
 def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
     """x [M, I] times weight [O, I] -> float32 [M, O]."""
+    if platform == "tpu" and x.shape[0] == 1:
+        return matmul(tpu_rows(x), weight, platform=platform)[:1]
     if platform == "cpu" and weight.dtype != jnp.float32:
         if x.shape[0] <= STREAMED_ROWS:
             # The barrier ties the weight to x: on its own its conversion is hoisted out of the decode loop,

@@ -1,4 +1,7 @@
-"""``normed_matmul``: RMSNorm and the product that follows it, in one pass where that saves one."""
+"""``normed_matmul``: RMSNorm and the product that follows it, in one pass where that saves one.
+
+On TPU none is left to save: see ``kernels.normed_gate``.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ def normed_matmul(
     """
     chosen = choose("normed_matmul", x, weight, platform, implementation, scale)
     if chosen != "cpu_native":
-        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=chosen)
+        # Not ``chosen``: by itself a quantised product has kernels that this operation has not.
+        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=implementation)
     out = cpu_native.normed_matmul(x.reshape(-1, x.shape[-1]), scale, eps, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])

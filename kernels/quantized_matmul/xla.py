@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.matmul.tpu_rows import tpu_rows
 from kernels.quantized import QuantizedWeight
 
 
 def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, platform: str) -> jax.Array:
     """x [M, I] times weight [O, I] -> float32 [M, O]."""
+    if platform == "tpu" and x.shape[0] == 1:
+        return quantized_matmul(tpu_rows(x), weight, platform=platform)[:1]
     # XLA:CPU has no fast bf16 dot.
     dtype = jnp.dtype(jnp.float32) if platform == "cpu" else x.dtype
     if platform == "cpu":

@@ -16,9 +16,11 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from model.checkpoint import ggml_blocks
 from model.checkpoint.errors import CheckpointError
 from model.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from model.checkpoint.source import TensorInfo
+from model.quantize import Quantized, WeightFormat
 
 _PLAIN: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
@@ -27,6 +29,7 @@ _PLAIN: dict[str, np.dtype] = {
 }
 _QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SUPPORTED_TYPES = (*_PLAIN, *_QUANTISED)
+_ROUNDED_TO = WeightFormat("int8", 32)
 
 ROPE_FREQS = "rope_freqs.weight"
 _GLOBAL_NAMES = {
@@ -111,6 +114,29 @@ class GgufSource:
         first, last = cols.start // block, -(-cols.stop // block)
         decoded = _decode(raw[:, first * block_bytes : last * block_bytes], kind)
         return decoded[:, cols.start - first * block : cols.stop - first * block]
+
+    def stored_format(self, name: str) -> WeightFormat | None:
+        """The format that a matrix's blocks map onto; None for plain floats and for types that have no such format."""
+        tensor = self._stored[name]
+        return ggml_blocks.FORMATS.get(self._tensors[name].dtype) if len(tensor.shape) == 2 else None
+
+    def read_stored(self, name: str, rows: slice, cols: slice, format: WeightFormat) -> Quantized:
+        """See `model.checkpoint.source.QuantizedSource`: blocks, taken apart and not decoded."""
+        tensor = self._stored[name]
+        kind = GGMLQuantizationType(tensor.type_number)
+        raw = _raw_rows(self._header, tensor, kind)
+        head_size = self._head_size(tensor)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        first, last = cols.start // block, -(-cols.stop // block)
+        own = slice(first * block_bytes, last * block_bytes)
+        raw = raw[_interleaved(rows, head_size), own] if head_size else raw[rows, own]
+        return ggml_blocks.take_apart(kind.name, raw, slice(cols.start - first * block, cols.stop - first * block))
+
+    def kept_format(self, name: str) -> WeightFormat | None:
+        """As `stored_format`; 5-bit and 6-bit types, which have no such format, become 8-bit ones."""
+        info = self._tensors[name]
+        rounded = _ROUNDED_TO if len(info.shape) == 2 and info.dtype not in _PLAIN else None
+        return self.stored_format(name) or rounded
 
     def _head_size(self, tensor: GgufTensor) -> int:
         """Rows of one head when the rows of this tensor are permuted inside each head, else 0."""

@@ -26,7 +26,7 @@ from model.checkpoint.table import Path
 from model.checkpoint.weights import WeightReader
 from model.config import LlamaConfig
 from model.llama import LayersForm
-from model.quantize import WIDE, Quantization, WeightFormat, quantize
+from model.quantize import WIDE, Quantization, WeightFormat, empty, quantize
 from sharding.layout import Layout
 
 Index = tuple[slice, ...]
@@ -141,7 +141,8 @@ def _place(reader: WeightReader, path: Path, leaf: Leaf, placer: _Placer) -> jax
 def _place_quantized(
     reader: WeightReader, path: Path, wide: Leaf, leaves: dict[Path, Leaf], format: WeightFormat, placer: _Placer
 ) -> dict[str, jax.Array]:
-    """A matrix as "weight", "scales" and, where the format has them, "offsets": each block rounded as it is read."""
+    """A matrix as "weight", "scales" and, where the format has them, "offsets": each block rounded as it is read, save
+    what the checkpoint holds in this format."""
     layout, stored = placer.layout, leaves[path]
     pack = 2 if stored.dtype == np.uint8 else 1
     names = ["weight", "scales"] + ["offsets"] * format.offsets
@@ -154,14 +155,18 @@ def _place_quantized(
     peaks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
     for index, devices in _blocks(stored, layout):
         index = (*index[:-1], slice(index[-1].start * pack, index[-1].stop * pack))
-        block = reader.read(path, index, shape, np.dtype(np.float32))
-        peak = None
-        if format.group is None:
-            rows = tuple((side.start, side.stop) for axis, side in enumerate(index) if axis not in inner)
-            if rows not in peaks:
-                peaks[rows] = _peak(reader, path, index, shape, inner)
-            peak = peaks[rows]
-        made = quantize(block, format, layout.platform, peak)
+        if reader.all_stored(path, format):
+            made = empty([side.stop - side.start for side in index], inner, format, layout.platform)
+        else:
+            block = reader.read(path, index, shape, np.dtype(np.float32))
+            peak = None
+            if format.group is None:
+                rows = tuple((side.start, side.stop) for axis, side in enumerate(index) if axis not in inner)
+                if rows not in peaks:
+                    peaks[rows] = _peak(reader, path, index, shape, inner)
+                peak = peaks[rows]
+            made = quantize(block, format, layout.platform, peak)
+        reader.copy_stored(path, index, format, made)
         for name, array in (("weight", made.values), ("scales", made.scales), ("offsets", made.offsets)):
             if array is not None:
                 shards[name] += placer.put(array, devices)

@@ -17,14 +17,16 @@ from model.checkpoint.json_file import read_object
 from model.checkpoint.load import load_params
 from model.checkpoint.orbax import restore_params
 from model.checkpoint.orbax_folder import is_interrupted, is_orbax, read_info
+from model.checkpoint.packed import open_packed
 from model.checkpoint.progress import ProgressOption
 from model.checkpoint.safetensors import SafetensorsSource
 from model.checkpoint.source import TensorSource
+from model.checkpoint.stored import stored_quantization
 from model.checkpoint.table import Path as ParameterPath
 from model.config import LlamaConfig
 from model.llama import LayersForm
 from model.presets import PRESETS
-from model.quantize import WIDE, Quantization
+from model.quantize import WIDE, Quantization, QuantizationError
 from model.tokenizer import Tokenizer
 from sharding.layout import Layout
 
@@ -74,6 +76,18 @@ class ResolvedModel:
         """How the weights are kept when loaded as ``asked``: an Orbax checkpoint's stay as they were saved."""
         return read_info(self.path).quantization if self.source is None and asked == WIDE else asked
 
+    def stored_quantization(self) -> Quantization:
+        """What keeps every matrix as the checkpoint stores it.
+
+        Raises QuantizationError when it stores nothing in few bits.
+        """
+        if self.source is not None:
+            return stored_quantization(self.source, self.config)
+        stored = read_info(self.path).quantization
+        if stored == WIDE:
+            raise QuantizationError(f"{self.path} keeps no matrix in fewer than 16 bits")
+        return stored
+
     def generation_files(self) -> dict[str, bytes]:
         """The checkpoint's own `generation_config.json`, if it has one: name -> content."""
         file = self.path / _GENERATION_CONFIG
@@ -121,5 +135,10 @@ def _open_folder(name: str, path: Path) -> ResolvedModel:
         raise CheckpointError(f"{path} is not a model folder: it has no config.json. {hint}")
     generation_file = path / _GENERATION_CONFIG
     generation = read_object(generation_file) if generation_file.is_file() else None
-    config = LlamaConfig.from_hf(read_object(config_file), generation)
-    return ResolvedModel(name, "huggingface", path, config, SafetensorsSource(path))
+    stated = read_object(config_file)
+    packing = stated.pop("quantization_config", None)
+    if packing is not None and not isinstance(packing, dict):
+        raise CheckpointError(f"{config_file}: quantization_config is {packing!r}; it must be an object or null")
+    config = LlamaConfig.from_hf(stated, generation)
+    source = open_packed(path, packing) if packing else SafetensorsSource(path)
+    return ResolvedModel(name, "huggingface", path, config, source)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors then returns)
+import ml_dtypes  # also registers bfloat16 with numpy, which safetensors then returns
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -16,14 +16,19 @@ from model.checkpoint.source import TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_EIGHT_BITS = "F8_E4M3"
 
 
 class SafetensorsSource:
     """Tensors of a folder (or of one `.safetensors` file), sliced lazily out of the mapped files."""
 
-    def __init__(self, path: Path | str) -> None:
+    PLAIN = ("F64", "F32", "F16", "BF16")
+    PACKED = ("I32", "I64", "I8", _EIGHT_BITS)
+
+    def __init__(self, path: Path | str, *, packed: bool = False) -> None:
         """Opens every file and reads its header.
+
+        packed: take the types of `PACKED` too, of which packed matrices are made.
 
         Raises CheckpointError when there is no checkpoint at `path`, when a file is truncated or is not a
         safetensors file, when a shard of the index is absent, or when the index and the shards disagree.
@@ -31,6 +36,7 @@ class SafetensorsSource:
         self._path = Path(path)
         index = _read_index(self._path)
         files = [self._path] if self._path.is_file() else _files(self._path, index)
+        self._dtypes = (*self.PLAIN, *self.PACKED) if packed else self.PLAIN
         self._handles: dict[Path, Any] = {}
         self._tensors: dict[str, TensorInfo] = {}
         for file in files:
@@ -49,7 +55,9 @@ class SafetensorsSource:
     def read(self, name: str, rows: slice, cols: slice | None = None) -> np.ndarray:
         info = self._tensors[name]
         try:
-            view = self._handles[info.file].get_slice(name)
+            # The library returns no 8-bit floats to numpy.
+            eight = info.dtype == _EIGHT_BITS
+            view = _mapped(info, name) if eight else self._handles[info.file].get_slice(name)
             return view[rows] if cols is None else view[rows, cols]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: cannot read tensor {name!r}: {error}") from error
@@ -70,10 +78,10 @@ class SafetensorsSource:
                 raise CheckpointError(f"tensor {name!r} is in both {self._tensors[name].file} and {file}")
             view = handle.get_slice(name)
             info = TensorInfo(tuple(view.get_shape()), str(view.get_dtype()), file)
-            if info.dtype not in _DTYPES:
+            if info.dtype not in self._dtypes:
                 raise CheckpointError(
                     f"{file}: tensor {name!r} is stored as {info.dtype}, which is not supported; "
-                    f"supported: {', '.join(_DTYPES)}"
+                    f"supported: {', '.join(self._dtypes)}"
                 )
             self._tensors[name] = info
 
@@ -89,6 +97,15 @@ class SafetensorsSource:
                 f"{self._path / INDEX_FILE} lists tensors that the named files do not hold: "
                 f"{', '.join(wrong[:10])}{more}. Download the checkpoint again"
             )
+
+
+def _mapped(info: TensorInfo, name: str) -> np.ndarray:
+    """A tensor of 8-bit floats as a view of its file: 8 bytes, the size of a JSON header; the header; the data."""
+    with info.file.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, _ = json.loads(file.read(size))[name]["data_offsets"]
+    data = np.memmap(info.file, np.uint8, "r", offset=8 + size + begin, shape=info.shape)
+    return data.view(ml_dtypes.float8_e4m3fn)
 
 
 def has_safetensors(folder: Path) -> bool:

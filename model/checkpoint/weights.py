@@ -6,14 +6,15 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from model.checkpoint.errors import CheckpointError
-from model.checkpoint.source import TensorSource
+from model.checkpoint.source import QuantizedSource, TensorSource
 from model.checkpoint.table import Part, Path, parameter_parts
 from model.config import LlamaConfig
+from model.quantize import Quantized, WeightFormat, unpack
 
 # Values converted at a time. A dequantiser's temporaries are a few times this, so host memory stays close to
 # the block being filled, and they stay in a core's cache. Threads were tried: 2 gave nothing on 2 cores.
@@ -28,12 +29,12 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 @dataclass(frozen=True)
 class _Read:
-    """One read of the source, and the part of the block it fills."""
+    """One read of the source, and where in the block its values go."""
 
     name: str
     rows: slice
     cols: slice | None
-    target: np.ndarray
+    where: tuple[slice, ...]
 
 
 class WeightReader:
@@ -69,15 +70,56 @@ class WeightReader:
         """
         bounds = [side.indices(size)[:2] for side, size in zip(index, shape, strict=True)]
         block = _aligned_empty(tuple(stop - start for start, stop in bounds), np.dtype(dtype))
-        reads = [read for part in self._parts[path] for read in self._reads(part, bounds, block)]
-        if sum(read.target.size for read in reads) < block.size:
+        reads = [read for part in self._parts[path] for read in self._reads(part, bounds)]
+        if sum(block[read.where].size for read in reads) < block.size:
             block[...] = 0
         for one in reads:
-            values = self._source.read(one.name, one.rows, one.cols)
-            one.target[...] = values.reshape(one.target.shape)
+            target = block[one.where]
+            target[...] = self._source.read(one.name, one.rows, one.cols).reshape(target.shape)
         return block
 
-    def _reads(self, part: Part, bounds: Sequence[tuple[int, int]], block: np.ndarray) -> Iterator[_Read]:
+    def parts(self, path: Path) -> tuple[Part, ...]:
+        """What a parameter is made of, under the names that the source has for it."""
+        return tuple(replace(part, name=self._names[part.name]) for part in self._parts[path])
+
+    def stored_parts(self, path: Path, format: WeightFormat) -> list[Part]:
+        """The parts of a matrix whose small numbers the checkpoint has just as `format` needs them."""
+        return [part for part in self._parts[path] if self._holds(part, format)]
+
+    def all_stored(self, path: Path, format: WeightFormat) -> bool:
+        """Whether nothing of a matrix needs to be rounded for `format`."""
+        return len(self.stored_parts(path, format)) == len(self._parts[path])
+
+    def copy_stored(self, path: Path, index: Sequence[slice], format: WeightFormat, into: Quantized) -> None:
+        """Writes the `stored_parts` of a block into `into`, the arrays of that block: small numbers as they are, scales
+        and offsets rounded to the dtype there."""
+        bounds = [(side.start, side.stop) for side in index]
+        pack = 2 if into.values.dtype == np.uint8 else 1
+        for part in self.stored_parts(path, format):
+            for one in self._reads(part, bounds):
+                assert one.cols is not None  # a matrix has columns
+                assert isinstance(self._source, QuantizedSource)  # or it would hold nothing
+                read = self._source.read_stored(one.name, one.rows, one.cols, format)
+                *lead, last = one.where
+                values = unpack(read.values) if read.values.dtype == np.uint8 and pack == 1 else read.values
+                _fill(into.values[(*lead, slice(last.start // pack, last.stop // pack))], values)
+                places = tuple(lead[: part.row_axes])
+                if format.group is not None:
+                    places = (*lead, slice(last.start // format.group, -(-last.stop // format.group)))
+                _fill(into.scales[places], read.scales)
+                if into.offsets is not None:
+                    _fill(into.offsets[places], np.zeros_like(read.scales) if read.offsets is None else read.offsets)
+
+    def _holds(self, part: Part, format: WeightFormat) -> bool:
+        if not isinstance(self._source, QuantizedSource):
+            return False
+        stored = self._source.stored_format(self._names[part.name])
+        if stored is None or not stored.holds(format):
+            return False
+        # The file's groups run along whole rows, a parameter's along its last axis.
+        return format.group is None or part.row_axes + 1 == len(part.shape) or part.shape[-1] % format.group == 0
+
+    def _reads(self, part: Part, bounds: Sequence[tuple[int, int]]) -> Iterator[_Read]:
         """The reads that fill where `part` meets the block, each of about CHUNK_VALUES values."""
         box = [
             (max(start - at, 0), min(stop - at, size))
@@ -95,7 +137,11 @@ class WeightReader:
                     slice(start + move, stop + move)
                     for (start, stop), move in zip([*row_box, *col_box], shift, strict=True)
                 )
-                yield _Read(name, rows, cols if split < len(part.shape) else None, block[where])
+                yield _Read(name, rows, cols if split < len(part.shape) else None, where)
+
+
+def _fill(target: np.ndarray, values: np.ndarray) -> None:
+    target[...] = values.reshape(target.shape)
 
 
 def _match_names(source: TensorSource, config: LlamaConfig, table: Mapping[Path, tuple[Part, ...]]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 The environment is what templates are written for: Hugging Face's, with its helpers and block trimming.
 Templates are programs from elsewhere, so they run in jinja2's immutable sandbox, and the ways to fill memory
-by a slip (a huge repetition, power or output) are refused.
+(a huge repetition, power or output) or to run without end (loops in loops, macros that call themselves) are
+refused.
 """
 
 import json
@@ -20,6 +21,8 @@ from model.tokenizer.errors import TokenizerError
 
 MAX_CHARACTERS = 1 << 24  # of a rendered chat, and of a repeated string
 MAX_EXPONENT = 1000
+MAX_TURNS = 250_000  # of loops, and calls, in one rendering
+_TURNS = "turns so far"  # the name of a variable and a filter that no template can write
 
 
 class ChatTemplate:
@@ -28,7 +31,8 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self.source = source
         try:
-            self._template = _make_environment().from_string(source)
+            environment = _make_environment()
+            self._template = environment.from_string(_counted(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
 
@@ -55,6 +59,7 @@ class ChatTemplate:
             **variables,
             "messages": _check_messages(messages),
             "add_generation_prompt": add_generation_prompt,
+            _TURNS: [0],
         }
         parts, length = [], 0
         try:
@@ -82,8 +87,28 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return checked
 
 
+def _counted(template: jinja2.nodes.Template) -> jinja2.nodes.Template:
+    """Every turn of every loop counts: where a loop has a condition, ahead of it, else at the start of its body."""
+    for loop in list(template.find_all(jinja2.nodes.For)):
+        turn = jinja2.nodes.Filter(jinja2.nodes.Const(True), _TURNS, [], [], None, None, lineno=loop.lineno)
+        if loop.test is None:
+            loop.body.insert(0, jinja2.nodes.ExprStmt(turn, lineno=loop.lineno))
+        else:
+            loop.test = jinja2.nodes.And(turn, loop.test, lineno=loop.lineno)
+    return template
+
+
+@jinja2.pass_context
+def _turn(context: jinja2.runtime.Context, value: bool) -> bool:
+    turns = context[_TURNS]
+    turns[0] += 1
+    if turns[0] > MAX_TURNS:
+        raise jinja2.TemplateRuntimeError(f"it ran through more than {MAX_TURNS} turns of loops and calls")
+    return value
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what `*` and `**` may make."""
+    """The sandbox, with a bound on what `*` and `**` may make, and on how many calls are made."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -96,6 +121,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(right, int | float) and abs(right) > MAX_EXPONENT:
             raise jinja2.TemplateRuntimeError(f"it took a power above {MAX_EXPONENT}")
         return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """As the sandbox's, whose names keep those of a template's own arguments free."""
+        _turn(__context, True)
+        return super().call(__context, __obj, *args, **kwargs)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -114,6 +144,7 @@ def _make_environment() -> _Environment:
     )
     # jinja2's own filter escapes HTML, which no model was trained on.
     environment.filters["tojson"] = _to_json
+    environment.filters[_TURNS] = _turn
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

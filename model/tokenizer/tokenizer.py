@@ -77,7 +77,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, special or not, for showing; part of a character appears as U+FFFD."""
-        return self._pieces[token_id].decode("utf-8", "replace")
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's UTF-8 bytes, which may be part of a character."""
+        return self._pieces[token_id]
 
     @property
     def has_chat_template(self) -> bool:

@@ -175,10 +175,12 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     *,
     raw: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
     metadata: dict[str, Any] | None = None,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> Path:
-    """A GGUF file whose matrices are stored as `kind`; tensors in `raw` are stored as these bytes instead.
+    """A GGUF file whose matrices are stored as `kind`; tensors in `raw` are stored as these bytes instead. `kinds` has
+    the types of tensors that differ from the others.
 
     `metadata` adds string, integer, boolean, float and list entries.
     """
@@ -205,7 +207,9 @@ def write_gguf(
     }
     for key, value in (metadata or {}).items():
         add.get(type(value), writer.add_array)(key, value)
+    usual = kind
     for name, value in tensors.items():
+        kind = (kinds or {}).get(name, usual)
         stored_name = gguf_name(name)
         if raw and name in raw:
             writer.add_tensor(stored_name, raw[name], raw_dtype=kind)

@@ -74,11 +74,25 @@ def test_template_refusal_is_passed_on() -> None:
         ("{{ 2 ** 100000 }}", "power above 1000"),
         ("{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", "wrote more than 16777216 characters"),
         ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 250000 turns"),
+        (
+            "{% set r = range(999) %}{% for i in r %}{% for j in r if i < 0 %}{% endfor %}{% endfor %}",
+            "more than 250000",
+        ),
+        ("{% for i in range(999) recursive %}{{ loop(range(999)) if loop.depth < 3 }}{% endfor %}", "more than 250000"),
+        ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}", "more than 250000 turns"),
     ],
 )
 def test_failing_templates(template: str, message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         render(template)
+
+
+def test_loops_still_work() -> None:
+    assert render("{% for x in [1, 2, 3] %}{{ loop.index ~ '/' ~ loop.length ~ ' ' }}{% endfor %}") == "1/3 2/3 3/3 "
+    assert render("{% for x in [1, 2, 3] if x > 1 %}{{ x }}{% endfor %}") == "23"
+    assert render("{% for x in [] %}{% else %}none{% endfor %}") == "none"
+    assert render("{% for x in [1, 2, 3, 4] %}{% if x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}") == "12"
 
 
 def test_arithmetic_still_works() -> None:

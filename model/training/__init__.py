@@ -1,0 +1,1 @@
+"""Training a small Llama to imitate a large one, on the mesh that serves them both."""

@@ -1,0 +1,1 @@
+"""The HTTP surface over decode: an OpenAI-compatible server."""

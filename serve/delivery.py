@@ -1,0 +1,139 @@
+"""Sending an answer while it is made, and stopping both when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from decode.batching.request import EngineError, RefusedError, RequestError
+from decode.decoder import NumericsError
+from serve.choice import Delta
+from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, invalid
+from serve.generation import Generation
+from serve.limits import Limits
+from serve.replies import DONE, Reply, event, to_json
+
+log = logging.getLogger(__name__)
+
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx passes each event on at once
+}
+
+
+class Delivery(Response):
+    """Runs a generation when it is sent, whole or as server-sent events.
+
+    The status is decided by the first event, so a request that is refused in the queue is a 429 in a stream, too. An
+    error after that is an event of its own, as OpenAI's clients expect.
+
+    generation: makes the generation; called when sending begins.
+    include_usage: end a stream with a chunk that counts its tokens.
+    """
+
+    def __init__(
+        self, generation: Callable[[], Generation], reply: Reply, limits: Limits, *, stream: bool, include_usage: bool
+    ) -> None:
+        super().__init__()
+        self._generation, self._reply, self._limits = generation, reply, limits
+        self._stream, self._include_usage = stream, include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def patient(message: dict[str, object]) -> None:
+            async with asyncio.timeout(self._limits.send_s):
+                await send(message)  # type: ignore[arg-type]
+
+        work = asyncio.create_task(self._run(scope, receive, patient))  # type: ignore[arg-type]
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._generation() as generation:
+                if self._stream:
+                    await self._send_stream(generation, send)
+                else:
+                    await self._send_whole(generation, send)
+        except TimeoutError:
+            log.warning("a client took nothing for %g s; its request was ended", self._limits.send_s)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        except (RequestError, RefusedError, NumericsError, EngineError) as error:
+            await as_api_error(error).response()(scope, receive, send)
+
+    async def _send_whole(self, generation: Generation, send: Send) -> None:
+        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+        async for index, delta in generation.deltas():
+            deltas[index].append(delta)
+        body = to_json(self._reply.whole(deltas, generation.usage()))
+        await Response(body, media_type="application/json")({"type": "http"}, _nothing, send)
+
+    async def _send_stream(self, generation: Generation, send: Send) -> None:
+        deltas = generation.deltas()
+        first = await anext(deltas)
+        headers = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        opened: set[int] = set()
+        try:
+            async for index, delta in _again(first, deltas):
+                parts = []
+                if index not in opened:
+                    opened.add(index)
+                    opening = self._reply.opening(index)
+                    parts = [] if opening is None else [event(opening)]
+                if delta.text or delta.tokens or delta.finish_reason:
+                    parts.append(event(self._reply.chunk(index, delta)))
+                if parts:
+                    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+            if self._include_usage:
+                last = event(self._reply.usage_chunk(generation.usage()))
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+        except (RefusedError, NumericsError, EngineError) as error:
+            last = event(as_api_error(error).body())
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the engine raised, for a client."""
+    match error:
+        case RequestError():
+            return invalid(str(error))
+        case RefusedError():
+            return ApiError(
+                429, str(error), kind=RATE_LIMIT, code="rate_limit_exceeded", retry_after_s=error.retry_after_s
+            )
+        case NumericsError():
+            return ApiError(500, str(error), kind=SERVER, code="numerics_error")
+        case EngineError():
+            return ApiError(503, str(error), kind=SERVER, code="engine_error")
+        case _:
+            return internal(str(error))
+
+
+async def _again(first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    yield first
+    async for one in rest:
+        yield one
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing() -> dict[str, object]:
+    return {"type": "http.disconnect"}

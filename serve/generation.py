@@ -1,0 +1,124 @@
+"""The sequences of one HTTP request: from the event loop into the engine's thread, and their events back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.request import EngineError, Event, RefusedError, Request, Ticket
+from serve.choice import Choice, Delta
+from serve.metrics import Metrics
+
+
+class EngineLike(Protocol):
+    """What the server needs of ``decode.batching.engine.Engine``."""
+
+    max_len: int
+    vocab_size: int
+    options: EngineOptions
+
+    def ready(self) -> bool: ...
+    def healthy(self) -> bool: ...
+    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Ticket: ...
+    def cancel(self, id: int) -> None: ...
+    def stats(self) -> EngineStats: ...
+
+
+class Generation:
+    """Submits requests together and follows them. A context manager: on leaving, what has not ended is cancelled.
+
+    Entering it raises what ``Engine.submit`` raises; then none of the requests stays submitted.
+    """
+
+    def __init__(
+        self, engine: EngineLike, metrics: Metrics, requests: Sequence[Request], choices: Sequence[Choice], began: float
+    ) -> None:
+        self.choices = choices
+        self.tickets: list[Ticket] = []
+        self._engine, self._metrics, self._requests = engine, metrics, requests
+        self._began = began
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._open: set[int] = set()
+        self._fault: Exception | None = None  # of an event; who sends a stream tells it to the client and goes on
+
+    def __enter__(self) -> Generation:
+        loop = asyncio.get_running_loop()
+        try:
+            for index, request in enumerate(self._requests):
+                arrived = functools.partial(self._arrived, loop, index)
+                self.tickets.append(self._engine.submit(request, arrived))
+                self._open.add(index)
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """(index, what is new) as tokens come, to the end of the last. Raises the error of an event."""
+        first: dict[int, float] = {}
+        while self._open:
+            index, event = await self._events.get()
+            if index not in self._open:  # tokens decoded past a stop string before the engine heard of it
+                continue
+            if event.error is not None or event.finish_reason == "cancelled":
+                self._fault = event.error or EngineError("the request was cancelled by the server")
+                raise self._fault
+            choice = self.choices[index]
+            delta = choice.take(event)
+            if index not in first:
+                first[index] = event.at
+            if delta.finish_reason is not None:
+                self._open.discard(index)
+                if event.finish_reason is None:
+                    self._engine.cancel(self.tickets[index].id)
+                self._metrics.completed(
+                    delta.finish_reason, self._began, first[index], event.at, choice.generated_tokens
+                )
+            yield index, delta
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's count of tokens. A prompt counts once, however many choices it has."""
+        prompts: dict[int, Ticket] = {}
+        for request, ticket in zip(self._requests, self.tickets, strict=True):
+            prompts.setdefault(id(request.prompt), ticket)
+        prompt_tokens = sum(ticket.prompt_tokens for ticket in prompts.values())
+        made = sum(choice.generated_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in prompts.values())},
+        }
+
+    def _arrived(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
+        """Called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _end(self, error: BaseException | None) -> None:
+        for index, ticket in enumerate(self.tickets):
+            if index in self._open:
+                self._engine.cancel(ticket.id)
+        error = self._fault or error
+        unfinished = len(self._requests) - sum(choice.finish_reason is not None for choice in self.choices)
+        if unfinished:
+            refused = isinstance(error, RefusedError)
+            gone = error is None or isinstance(error, asyncio.CancelledError | GeneratorExit | OSError | TimeoutError)
+            self._metrics.ended("refused" if refused else "cancelled" if gone else "failed", unfinished)
+        self._open.clear()
+
+
+def now() -> float:
+    """The clock of ``Event.at``."""
+    return time.perf_counter()

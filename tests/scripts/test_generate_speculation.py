@@ -1,0 +1,98 @@
+"""`--speculate` of `scripts.generate` and the bench, on a tiny model: the same text, a report, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import bench_decode, generate
+from tests.model.checkpoint_files import small_config
+from tests.scripts.tiny import BOS, EOS, answer, text_of, tokens_of, write_tiny
+
+PROMPT, N = "one two one two one", 10
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def call(model: Path, *options: str | Path) -> int:
+    arguments = ["--model", model, "--prompt", PROMPT, "--max-new-tokens", N, "--tp", 1, *options]
+    return generate.main([str(one) for one in arguments])
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "itself"])
+def test_the_text_is_the_same_and_the_gain_is_told(
+    in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], proposer: str
+) -> None:
+    named = tiny if proposer == "itself" else proposer
+    target = tmp_path / "found.json"
+    assert call(tiny, "--speculate", named, "--k", "1", "--json", target) == 0
+    expected = answer(tiny, tokens_of(PROMPT), N)
+    out = capsys.readouterr().out
+    assert out.startswith(text_of(expected) + "\n")
+    assert "\nspeculate " in out
+    assert "\npass " in out
+    found = json.loads(target.read_text())
+    assert found["token_ids"] == expected
+    facts: dict[str, Any] = found["speculation"]
+    assert facts["k"] == 1
+    assert set(facts["pass_ms"]) == {"0", "1"}
+    assert facts["tokens_per_pass"] >= 1
+    assert sum(facts["passes"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--k", "2"), "goes with --speculate"),
+        (("--draft-dtype", "f32"), "goes with --speculate"),
+        (("--speculate", "ngram", "--draft-dtype", "f32"), "ngram has none"),
+        (("--speculate", "ngram", "--k", "0"), "from 1 to 15"),
+        (("--speculate", "ngram", "--k", "16"), "from 1 to 15"),
+        (("--speculate", "nowhere.gguf"), "no file or folder"),
+        (("--speculate", "ngram", "--k", "15", "--max-new-tokens", "3", "--max-len", "15"), "leaves no room"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    in_process: None, tiny: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert call(tiny, *options) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_drafts_that_do_not_fit_are_refused(
+    in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = write_tiny(
+        tmp_path / "larger", small_config(vocab_size=258, bos_token_id=BOS, eos_token_ids=(EOS,), num_layers=3)
+    )
+    assert call(tiny, "--speculate", larger) == 1
+    assert "use a smaller one" in capsys.readouterr().err
+    other = write_tiny(tmp_path / "other", small_config(vocab_size=260, bos_token_id=BOS, num_layers=1))
+    assert call(tiny, "--speculate", other) == 1
+    assert "a vocabulary of 260 tokens and the model one of 258" in capsys.readouterr().err
+
+
+def test_bench_compares_modes(
+    in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.bench_speculation.PROMPTS", {"chat": "ab ab", "story": "abc"})
+    target = tmp_path / "bench.json"
+    options = ["--model", str(tiny), "--speculate", "ngram", "--k", "1", "--rounds", "1", "--json", str(target)]
+    assert bench_decode.main(options) == 0
+    assert "| story  | ngram |" in capsys.readouterr().out
+    rows = json.loads(target.read_text())["rows"]
+    assert [(row["prompt"], row["mode"]) for row in rows] == [
+        ("chat", "plain"),
+        ("chat", "ngram"),
+        ("story", "plain"),
+        ("story", "ngram"),
+    ]
+    assert all(row["left_plain_at"] is None for row in rows if row["mode"] == "ngram")
+    assert bench_decode.main([*options, "--batch", "2"]) == 1
+    assert "--batch" in capsys.readouterr().err

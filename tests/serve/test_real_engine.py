@@ -1,0 +1,131 @@
+"""A live server over the real engine and a tiny model: each text is what plain decoding gives, whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from decode.batching.engine import Engine
+from decode.batching.options import EngineOptions
+from model.checkpoint.resolve import open_model
+from tests.decode.running import make_decoder, small_tensors
+from tests.model.checkpoint_files import write_hf
+from tests.scripts.tiny import BYTES, CONFIG, EOS, answer, text_of, tokens_of, write_tiny
+from tests.serve.live import NAME, PATIENCE_S, Live, eventually, live_server
+
+POISON = "~"
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with one token whose embedding is not a number."""
+    found = write_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    files = {path.name: path.read_bytes() for path in found.iterdir() if path.suffix != ".safetensors"}
+    tensors = {name: value.copy() for name, value in small_tensors(CONFIG).items()}
+    tensors["model.embed_tokens.weight"][tokens_of(POISON, bos=False)] = np.nan
+    write_hf(found, CONFIG, tensors)
+    for name, content in files.items():
+        (found / name).write_bytes(content)
+    return found
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    model = open_model(str(folder))
+    engine = Engine(make_decoder(model), EngineOptions(max_batch=4, token_budget=16, pages=12))
+    engine.start()
+    with live_server(engine, model.load_tokenizer()) as server:
+        yield server
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as found:
+        yield found
+
+
+def solo(folder: Path, prompt: str, **sampling: Any) -> str:
+    """The text that plain decoding gives alone, up to the stop token."""
+    tokens = answer(folder, tokens_of(prompt), NEW, **sampling)
+    return text_of(tokens[: tokens.index(EOS)] if EOS in tokens else tokens)
+
+
+def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
+    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted."""
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"{'shared beginning, ' * (i % 2)}number {i}",
+            {"temperature": 1.2, "seed": i} if i % 3 else {"temperature": 0},
+        )
+        for i in range(10)
+    ]
+
+    def ask(case: tuple[str, dict[str, Any]]) -> str:
+        prompt, sampling = case
+        stream = client.completions.create(model=NAME, prompt=prompt, max_tokens=NEW, stream=True, **sampling)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with ThreadPoolExecutor(len(cases)) as threads:
+        texts = list(threads.map(ask, cases))
+    assert texts == [solo(folder, prompt, **sampling) for prompt, sampling in cases]
+    eventually(lambda: live.engine.stats().pages_used == 0)
+
+
+def test_a_second_turn_computes_only_what_is_new(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "a long enough first turn"}]
+    first = client.chat.completions.create(model=NAME, messages=messages, max_tokens=1)
+    again = client.chat.completions.create(model=NAME, messages=messages, max_tokens=1)
+    assert first.usage is not None
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens == len("user:a long enough first turn;") + 1
+    assert again.usage.prompt_tokens_details.cached_tokens == 16
+
+
+def test_log_probabilities_are_the_models(client: openai.OpenAI) -> None:
+    choice = client.completions.create(model=NAME, prompt="abc", max_tokens=5, temperature=0, logprobs=3).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs
+    assert choice.logprobs.token_logprobs
+    for top, own in zip(choice.logprobs.top_logprobs, choice.logprobs.token_logprobs, strict=True):
+        assert len(top) == 3
+        assert own == max(top.values())  # greedy takes the likeliest
+    biased = client.completions.create(
+        model=NAME, prompt="abc", max_tokens=2, temperature=0, logit_bias={str(BYTES.index(ord("q"))): 100}
+    )
+    assert biased.choices[0].text == "qq"
+
+
+def test_a_poisoned_prompt_fails_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
+    def ask(prompt: str) -> str:
+        return client.completions.create(model=NAME, prompt=prompt, max_tokens=NEW, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(3) as threads:
+        bad, *good = [threads.submit(ask, prompt) for prompt in (f"ab{POISON}", "first", "second")]
+        with pytest.raises(openai.InternalServerError, match="NaN") as raised:
+            bad.result()
+        assert raised.value.code == "numerics_error"
+        assert [one.result() for one in good] == [solo(folder, "first"), solo(folder, "second")]
+    assert ask("third") == solo(folder, "third")  # and nothing of it stays behind in the cache
+    assert live.get("/health").status_code == 200
+
+
+def test_leaving_frees_the_pages(live: Live, client: openai.OpenAI) -> None:
+    for _ in range(5):
+        stream = client.completions.create(
+            model=NAME, prompt="abc", max_tokens=50, n=4, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    eventually(lambda: live.engine.stats().running == 0)
+    stats = live.engine.stats()
+    assert (stats.pages_used, stats.waiting) == (0, 0)
+    eventually(lambda: live.service.open_requests == 0)
