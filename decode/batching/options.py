@@ -43,6 +43,7 @@ class EngineStats:
     steps, decode_steps: device steps in all, and those without prompt tokens.
     step_s: mean seconds between results while busy, recent; host_s: of these, the host's own work for one step
         (scheduling, packing, dispatch and delivery); device_s: time the host waited for the device.
+    dispatch_s: the part of ``host_s`` that handing a step to the runtime takes.
     predicted_s: the fitted model's terms of the newest step: "base", "rows", "prompt", "cache" seconds.
     """
 
@@ -67,3 +68,4 @@ class EngineStats:
     host_s: float
     device_s: float
     predicted_s: dict[str, float]
+    dispatch_s: float = 0.0
