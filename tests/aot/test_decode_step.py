@@ -79,12 +79,13 @@ class TestStep:
         assert found["temp_bytes"] < 64 * MIB
 
     def test_reads_what_it_must(self, case: tuple[Any, ...]) -> None:
-        """Weights once; the cache once, in whole blocks; and activations, little beside them."""
+        """Weights once; the cache once, in whole blocks; and what the step made itself, which on GPU lies in memory too
+        (float32 parts of products above all, beside two layers at up to 16 rows)."""
         found = facts(*case)
         read = found["step_bytes_of"]
         assert 0.99 < read["weights"] / found["ideal_weight_bytes"] < 1.01
         assert 0.99 < read["cache"] / found["ideal_cache_bytes"] < 1.1
-        assert read["other"] < 0.05 * found["ideal_bytes"]
+        assert read["other"] < 0.1 * found["ideal_bytes"]
 
 
 def test_a_deep_scan_is_as_clean() -> None:
