@@ -91,7 +91,7 @@ def _bytes(r: Mapping[str, Any]) -> list[str]:
     if r["written_back_bytes"]:
         told = si(r["written_back_bytes"], "B")
         lines.append(
-            f"  {told} that the compiler keeps on chip for a while (parts of the cache) are written back whole"
+            f"  {told} kept on chip for a while (parts of the cache) are written back whole"
         )
     if r["ideal_s"]:
         lines.append(f"  the ideal takes {r['ideal_s'] * 1e3:.2f} ms at the datasheet's bandwidth")
