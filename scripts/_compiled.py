@@ -178,6 +178,7 @@ def program_facts(hlo_text: str, decoder: Decoder, case: CompileCase) -> dict[st
         "step_bytes": sum(read.values()),
         "step_bytes_of": read,
         "step_written_bytes": sum(one.step.times * one.written for one in inside),
+        "written_back_bytes": sum(one.step.times * one.written for one in inside if one.is_write_back),
         "collectives": _collectives(program, trips, case),
         "large_copies": _large_copies(everything, inside, names),
         "weights_read": _weights_read(everything, decoder, names),

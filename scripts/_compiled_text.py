@@ -88,6 +88,11 @@ def _bytes(r: Mapping[str, Any]) -> list[str]:
     ratios = [f"{of[name] / value:.3f}" if value else "" for name, value in ideal.items()]
     rows.append(["read/ideal", *ratios, f"{r['step_bytes'] / r['ideal_bytes']:.3f}"])
     lines = table(rows, right=range(1, 5))
+    if r["written_back_bytes"]:
+        told = si(r["written_back_bytes"], "B")
+        lines.append(
+            f"  {told} kept on chip for a while (parts of the cache) are written back whole"
+        )
     if r["ideal_s"]:
         lines.append(f"  the ideal takes {r['ideal_s'] * 1e3:.2f} ms at the datasheet's bandwidth")
     return lines

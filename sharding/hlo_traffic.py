@@ -68,13 +68,18 @@ class Access:
         return self.written == 0 and self.opcode in _FETCHES
 
     @property
+    def is_write_back(self) -> bool:
+        """Whether it brings back to main memory what the compiler kept on chip meanwhile: a write, and no copy."""
+        return self.opcode == "copy-start" and self.written > 0 and not sum(self.reads.values())
+
+    @property
     def is_product(self) -> bool:
         """Whether it multiplies and adds up: a product with a weight, or attention."""
         return bool(self.opcodes & _PRODUCTS)
 
     def copies(self, least: int) -> bool:
         """Whether it moves, transposes or converts at least so many bytes into a buffer of their own."""
-        if self.in_place is not None or self.written < least:
+        if self.in_place is not None or self.written < least or self.is_write_back:
             return False
         from_argument = max((size for name, size in self.reads.items() if name), default=0) >= least
         return self.opcode in _MOVES or (from_argument and not self.is_product)

@@ -23,8 +23,8 @@ L = 2
 MIB = 2**20
 
 MACHINES = {8: ("v5e:2x4", "v6e:2x4", "h100x8"), 16: ("v5e:4x4", "v6e:4x4", "h100x16")}
-# One row, as many as are written one by one, and more; eight rows where positions are split over two devices.
-MODELS = [("llama-3.1-8b", 8, 1, 2048), ("llama-3-70b", 8, 16, 8192), ("llama-3-70b", 16, 8, 8192)]
+# One row and many; over 16 devices positions are split over two.
+MODELS = [("llama-3.1-8b", 8, 1, 2048), ("llama-3-70b", 8, 16, 8192), ("llama-3-70b", 16, 16, 8192)]
 CASES = [
     pytest.param((model, tp, batch, context, dtype, machine), id=f"{model}-tp{tp}-{dtype}-{machine}")
     for model, tp, batch, context in MODELS
@@ -79,12 +79,15 @@ class TestStep:
         assert found["temp_bytes"] < 64 * MIB
 
     def test_reads_what_it_must(self, case: tuple[Any, ...]) -> None:
-        """Weights once; the cache once, in whole blocks; and activations, little beside them."""
+        """Weights once; the cache once, in whole blocks; and what the step made itself, which on GPU lies in memory too
+        (float32 parts of products above all, beside two layers at up to 16 rows)."""
         found = facts(*case)
         read = found["step_bytes_of"]
         assert 0.99 < read["weights"] / found["ideal_weight_bytes"] < 1.01
         assert 0.99 < read["cache"] / found["ideal_cache_bytes"] < 1.1
-        assert read["other"] < 0.05 * found["ideal_bytes"]
+        assert read["other"] < 0.1 * found["ideal_bytes"]
+        # An array of the cache that the compiler keeps on chip from its update to attention: one of four, if any.
+        assert found["written_back_bytes"] <= found["cache_bytes"] / 4
 
 
 def test_a_deep_scan_is_as_clean() -> None:
