@@ -132,7 +132,7 @@ class Distiller:
         """One optimiser step -> the new state, the loss before it, and the gradient's norm before clipping."""
         loss, gradient = jax.value_and_grad(self.loss())(state.params, frozen, head, states, tokens, counted)
         updates, optimiser = self.optimiser.update(gradient, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, updates), optimiser), loss, optax.global_norm(gradient)
+        return State(optax.apply_updates(state.params, updates), optimiser), loss, optax.tree.norm(gradient)
 
     def _scores(self) -> Callable[..., Scores]:
         """The loss's arguments -> ``Scores``. The teacher's distribution is over its whole vocabulary."""
