@@ -340,7 +340,13 @@ class _Run:
             total += np.array([float(one) for one in scores])
         sums = Scores(*total / max(total[-1], 1))
         self.points.append(
-            {"step": step, "loss": loss, "held_out_loss": sums.loss, "greedy": sums.greedy, "sampled": sums.sampled}
+            {
+                "step": step,
+                "loss": loss,
+                "held_out_loss": float(sums.loss),
+                "greedy": float(sums.greedy),
+                "sampled": float(sums.sampled),
+            }
         )
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
