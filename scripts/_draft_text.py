@@ -144,8 +144,8 @@ def write_round(
         temperature = WARM * (round_number % 2)
     else:
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        first = np.random.default_rng((seed, round_number)).integers(0, tokenizer.vocab_size, rows)
-        prompts, temperature = [[*bos, int(token)] for token in first], 1.0
+        starts = np.random.default_rng((seed, round_number)).integers(0, tokenizer.vocab_size, rows)
+        prompts, temperature = [[*bos, int(token)] for token in starts], 1.0
     sampling = SamplingParams(temperature=temperature, seed=seed * 1_000_003 + round_number)
     texts = [list(prompt) for prompt in prompts]
     for arrival in decoder.generate(

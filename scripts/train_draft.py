@@ -86,7 +86,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     text.add_argument(
         "--write-batch", type=positive, default=48, metavar="N", help="texts written together (default 48)"
     )
-    text.add_argument("--held-out", type=positive, default=48, metavar="N", help="texts only measured on (default 48)")
+    text.add_argument("--held-out", type=positive, default=24, metavar="N", help="texts only measured on (default 24)")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive, default=4, metavar="N", help="passes over the text (default 4)")
@@ -340,7 +340,13 @@ class _Run:
             total += np.array([float(one) for one in scores])
         sums = Scores(*total / max(total[-1], 1))
         self.points.append(
-            {"step": step, "loss": loss, "held_out_loss": sums.loss, "greedy": sums.greedy, "sampled": sums.sampled}
+            {
+                "step": step,
+                "loss": loss,
+                "held_out_loss": float(sums.loss),
+                "greedy": float(sums.greedy),
+                "sampled": float(sums.sampled),
+            }
         )
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:

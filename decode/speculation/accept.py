@@ -55,7 +55,7 @@ def judge(
     if not form.random:
         token, logprob = sample(flat, positions.reshape(-1), flat_seen, values, form, vocab_size, collectives)
         token, logprob = token.reshape(B, T), logprob.reshape(B, T)
-        return Verdict(token, logprob, _leading(token[:, :-1] == proposal.tokens, proposal.count))
+        return Verdict(token, logprob, _leading(token[:, :-1] == proposal.tokens, proposal.meant))
 
     ids = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
     flat = jnp.where(ids < vocab_size, flat, -jnp.inf)
@@ -70,12 +70,12 @@ def judge(
     chances = collectives.max(jnp.max(jnp.where(drawn, log_p[:, :-1], -jnp.inf), axis=-1))
     odds = collectives.max(jnp.max(jnp.where(drawn, log_q, -jnp.inf), axis=-1))
     coins = jnp.log(_uniform(jnp.asarray(values.seed) ^ COINS, positions[:, :-1]))
-    accepted = _leading(coins < chances - odds, proposal.count)
+    accepted = _leading(coins < chances - odds, proposal.meant)
 
     there = accepted[:, None, None]
     p = jnp.exp(jnp.take_along_axis(log_p, there, axis=1)[:, 0])
     q = jnp.exp(jnp.take_along_axis(log_q, jnp.minimum(there, T - 2), axis=1)[:, 0]) if T > 1 else jnp.zeros_like(p)
-    left = jnp.where((accepted < proposal.count)[:, None], jnp.maximum(p - q, 0.0), p)
+    left = jnp.where((accepted < proposal.meant)[:, None], jnp.maximum(p - q, 0.0), p)
     # Nothing is left where p and q differ by rounding alone.
     left = jnp.where((collectives.sum(jnp.sum(left, axis=-1)) > 0)[:, None], left, p)
     place = jnp.take_along_axis(positions, accepted[:, None], axis=1)[:, 0]

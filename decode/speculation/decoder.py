@@ -112,7 +112,8 @@ class SpeculativeDecoder:
             length = max(1, min(max_len // 2, max_len - (self.k + 1) * TIMED_PASSES * 2))
             prompts, plenty = [[0] * length] * batch, [room + 1] * batch
             cache, rows, _ = decoder.start([[0]] * batch, plenty, room, sampling)
-            filled = Rows(*(None if leaf is None else np.asarray(leaf) for leaf in rows))._replace(
+            numbers: Any = jax.tree.map(np.asarray, rows)
+            filled: Rows = numbers._replace(
                 length=np.full(batch, length, np.int32), done=np.zeros(batch, bool), token=np.zeros(batch, np.int32)
             )
             state = self.proposer.begin([[0]] * batch, room)
@@ -166,7 +167,7 @@ class SpeculativeDecoder:
         rows = rows._replace(done=self._put(done, BATCH))
         standing = Standing(rows, self._put(self._history(texts, room), ("batch", None)), state)
         pending: list[tuple[int, Any]] = []
-        k, plain_left, then = control.choose(~done), 0, time.perf_counter()
+        k, plain_left, then = control.choose((~done).tolist()), 0, time.perf_counter()
         while not done.all():
             # One dispatch stays in flight while the host reads the one before it.
             while len(pending) < 2:
@@ -191,7 +192,7 @@ class SpeculativeDecoder:
                 ]
             )
             if used == k and k:
-                k = control.choose(~done)
+                k = control.choose((~done).tolist())
                 if k == 0 and not done.all():
                     self.tally.stops += 1
                     plain_left = control.paused()
@@ -211,7 +212,7 @@ class SpeculativeDecoder:
                     pending.clear()
                     history = self._put(self._history(texts, room), ("batch", None))
                     standing = standing._replace(history=history)
-                    k = control.choose(~done)
+                    k = control.choose((~done).tolist())
                     then = time.perf_counter()
 
     def _dispatch(
@@ -252,11 +253,9 @@ class SpeculativeDecoder:
         decoder = self.decoder
 
         def arguments() -> tuple[Any, ...]:
-            rows = Rows(
-                *(decoder._abstract((batch,), jnp.int32, BATCH) for _ in range(3)),
-                decoder._abstract((batch,), jnp.bool, BATCH),
-                decoder._abstract((batch, decoder.config.vocab_size), jnp.bool, SEEN) if form.penalty else None,
-            )
+            number, flag = (decoder._abstract((batch,), kind, BATCH) for kind in (jnp.int32, jnp.bool))
+            seen = decoder._abstract((batch, decoder.config.vocab_size), jnp.bool, SEEN) if form.penalty else None
+            rows = Rows(number, number, number, flag, seen)
             history = decoder._abstract((batch, room), jnp.int32, ("batch", None))
             standing = Standing(rows, history, self.proposer.abstract_state(batch, room))
             leaves = jax.tree.map(
@@ -275,10 +274,9 @@ class SpeculativeDecoder:
         return out
 
     def _place_rows(self, rows: Rows) -> Rows:
-        axes = Rows(BATCH, BATCH, BATCH, BATCH, SEEN)
-        return Rows(
-            *(None if x is None else self._put(x, own) for x, own in zip(rows, axes, strict=True))  # type: ignore[arg-type]
-        )
+        *each, seen = rows
+        placed = [self._put(np.asarray(one), BATCH) for one in each]
+        return Rows(placed[0], placed[1], placed[2], placed[3], None if seen is None else self._put(seen, SEEN))
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
         return self.decoder._put(value, axes)
@@ -293,4 +291,4 @@ def _read(out: Any) -> tuple[Arrival, np.ndarray, np.ndarray]:
     tokens, proposed = np.asarray(out.tokens), np.asarray(out.proposed)
     passes, batch, width = tokens.shape
     by_step = [np.swapaxes(x, 1, 2).reshape(passes * width, batch) for x in (tokens, np.asarray(out.logprobs))]
-    return _arrival(*by_step, int((proposed >= 0).any(axis=1).sum())), proposed, np.asarray(out.accepted)
+    return _arrival(by_step[0], by_step[1], int((proposed >= 0).any(axis=1).sum())), proposed, np.asarray(out.accepted)

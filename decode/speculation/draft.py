@@ -131,8 +131,19 @@ class DraftModel:
         collectives, programs = self.decoder.collectives, self.decoder.programs
         if cut:
             head, ids = cut
-            kernels = {"platform": self.layout.platform, "implementation": programs.kernels}
-            logits = matmul(hidden, head, out_dtype=jnp.dtype(jnp.float32), **kernels)
+            logits = matmul(
+                hidden,
+                head,
+                out_dtype=jnp.dtype(jnp.float32),
+                platform=self.layout.platform,
+                implementation=programs.kernels,
+            )
+                hidden,
+                head,
+                out_dtype=jnp.dtype(jnp.float32),
+                platform=self.layout.platform,
+                implementation=programs.kernels,
+            )
             valid = ids >= 0
         else:
             logits = model.logits(hidden)

@@ -55,7 +55,7 @@ class Passes(NamedTuple):
 class _Carry(NamedTuple):
     """What goes round the loop."""
 
-    index: jax.Array
+    passed: jax.Array
     cache: KVCache
     standing: Standing
     out: Passes
@@ -92,7 +92,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             if seen is not None:
                 each = [seen]
                 for at in range(T - 1):
-                    each.append(_mark(each[-1], proposal.tokens[:, at : at + 1], (proposal.count > at)[:, None]))
+                    each.append(_mark(each[-1], proposal.tokens[:, at : at + 1], (proposal.meant > at)[:, None]))
                 seens = jnp.stack(each, axis=1)
             verdict = judge(model.logits(hidden), proposal, positions + 1, seens, values, form, vocab_size, collectives)
             return runs.cache, verdict
@@ -104,16 +104,16 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             return cache, Verdict(wide[0], wide[1], verdict.accepted)
 
         def more(carry: _Carry) -> jax.Array:
-            return (carry.index < passes) & ~jnp.all(carry.standing.rows.done)
+            return (carry.passed < passes) & ~jnp.all(carry.standing.rows.done)
 
         def proposed(carry: _Carry) -> jax.Array:
-            return jnp.any(carry.proposal.count > 0)
+            return jnp.any(carry.proposal.meant > 0)
 
         def propose(carry: _Carry) -> _Carry:
             rows, history, state = carry.standing
             with jax.named_scope("propose"):
                 state, proposal = proposer.propose(leaves, state, rows, history, k, values, form)
-            proposal = proposal._replace(count=jnp.where(rows.done, 0, proposal.count))
+            proposal = proposal._replace(meant=jnp.where(rows.done, 0, proposal.meant))
             return carry._replace(standing=Standing(rows, history, state), proposal=proposal)
 
         def one(check: Callable[..., tuple[KVCache, Verdict]], carry: _Carry) -> _Carry:
@@ -141,7 +141,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             out = Passes(
                 out.tokens.at[index].set(jnp.where(kept, verdict.tokens, -1)),
                 out.logprobs.at[index].set(verdict.logprobs),
-                out.proposed.at[index].set(jnp.where(active, proposal.count, -1)),
+                out.proposed.at[index].set(jnp.where(active, proposal.meant, -1)),
                 out.accepted.at[index].set(jnp.where(active, verdict.accepted, -1)),
             )
             rows = Rows(

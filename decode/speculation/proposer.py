@@ -23,13 +23,13 @@ class Proposal(NamedTuple):
     """Up to k tokens for each row, to follow its newest one.
 
     tokens: int32 [B, k]
-    count: int32 [B], how many of them are meant, from the first on
+    meant: int32 [B], how many of them are meant, from the first on
     log_q: the log-probabilities that they were sampled from, float32 [B, k, V / tp], this device's slice; None where
         they were not sampled at all, so that each had probability 1
     """
 
     tokens: jax.Array
-    count: jax.Array
+    meant: jax.Array
     log_q: jax.Array | None
 
 

@@ -132,7 +132,7 @@ class Distiller:
         """One optimiser step -> the new state, the loss before it, and the gradient's norm before clipping."""
         loss, gradient = jax.value_and_grad(self.loss())(state.params, frozen, head, states, tokens, counted)
         updates, optimiser = self.optimiser.update(gradient, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, updates), optimiser), loss, optax.global_norm(gradient)
+        return State(optax.apply_updates(state.params, updates), optimiser), loss, optax.tree.norm(gradient)
 
     def _scores(self) -> Callable[..., Scores]:
         """The loss's arguments -> ``Scores``. The teacher's distribution is over its whole vocabulary."""
@@ -162,7 +162,7 @@ class Distiller:
             ]
             return Scores(*lax.psum(jnp.stack(sums), DATA))
 
-        mapped = self._map(run, (*self._loss_specs(), ("vocab",)), Scores((), (), (), ()))
+        mapped = self._map(run, (*self._loss_specs(), ("vocab",)), Scores)
         return lambda *arguments: mapped(*arguments, jnp.asarray(ids))
 
     def _logits(
@@ -204,7 +204,8 @@ class Distiller:
                 return {path: self.layout.spec(one) for path, one in tree.items()}
             return self.layout.spec(tree)
 
-        out = Scores(*[PartitionSpec()] * 4) if isinstance(out_axes, Scores) else specs(out_axes)
+        whole: Any = PartitionSpec()
+        out: Any = Scores(whole, whole, whole, whole) if out_axes is Scores else specs(out_axes)
         return jax.shard_map(
             run, mesh=self.layout.mesh, in_specs=tuple(map(specs, axes)), out_specs=out, check_vma=False
         )

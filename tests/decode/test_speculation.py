@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 
 from decode.decoder import Decoder, PromptError
 from decode.sampling import SamplingParams
+from decode.speculation.control import Controller
 from decode.speculation.decoder import SpeculativeDecoder
 from decode.speculation.draft import DraftModel
 from decode.speculation.ngram import PromptLookup
@@ -119,13 +120,14 @@ def test_it_turns_itself_off_and_on_and_the_text_stays() -> None:
 
 
 def test_it_comes_back_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.speculation.control.PAUSE", 2)
+    monkeypatch.setattr("decode.speculation.decoder.Controller", functools.partial(Controller, pause=2))
     one = speculative("ngram", 1, adaptive=True)
-    one._costs[3, 36, SamplingParams().form] = {0: 1.0, 1: 1.4, 3: 1.5}
+    # A first refusal is enough to lose.
+    one._costs[3, 36, SamplingParams().form] = {0: 1.0, 1: 1.67, 3: 2.45}
     one.tally = type(one.tally)(K)
-    monkeypatch.setattr("decode.speculation.control.Controller.pause", 2)
     check_same(run(one, PROMPTS, N, max_len=36, steps_per_dispatch=1), plain(1))
     assert one.tally.stops > 1
+    assert one.tally.tokens == 3 * (N - 1)
 
 
 @pytest.mark.parametrize("name", ["ngram", "cut"])

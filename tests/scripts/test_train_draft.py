@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert train(teacher, tmp_path / "whole", *options) == 0
     facts = json.loads((tmp_path / "whole.training" / "report.json").read_text())
     steps = facts["steps"]
-    assert steps == 6
+    assert steps == 9
     assert facts["curve"][-1]["held_out_loss"] < 0.8 * facts["curve"][0]["held_out_loss"]
     assert (tmp_path / "whole.training" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
