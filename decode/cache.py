@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from kernels.cache_attention import Partial, Scales, cache_attention
 from kernels.cache_attention.scaled import FP8, LIMITS, quantize
+from kernels.rope_attention import rope_attention, taken
 from model.config import LlamaConfig
 from sharding.collectives import axis_size
 from sharding.layout import Layout
@@ -86,6 +87,32 @@ class KVCache:
             implementation=implementation,
             scales=Scales(self.key_scales[array], self.value_scales[array]) if self.key_scales else None,
         )
+
+    def extend(
+        self,
+        layer: jax.Array | int,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, KVCache] | None:
+        """heads [B, T, K, G + 2, H], not turned yet -> attention [B, T, K, G, H] and the cache with k and v in it.
+
+        None where this does not run as one call: the caller then rotates, writes and attends. For one ``kv_seq``
+        member, which holds every position.
+        """
+        array, slot_layer = self._place(layer)
+        keys, values = list(self.keys), list(self.values)
+        if self.key_scales or not taken(
+            heads, keys[array], values[array], platform=platform, implementation=implementation
+        ):
+            return None
+        out, keys[array], values[array] = rope_attention(
+            heads, *rope, keys[array], values[array], layer=slot_layer, positions=positions, platform=platform
+        )
+        return out, KVCache(keys, values)
 
     def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:
         """Which array holds a layer, and where in it."""

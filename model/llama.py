@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,24 @@ class Cache(Protocol):
         ...
 
 
+@runtime_checkable
+class ExtendableCache(Cache, Protocol):
+    """A cache that may turn, store and attend to new positions in one call."""
+
+    def extend(
+        self,
+        layer: jax.Array | int,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, Self] | None:
+        """heads [B, T, K, G + 2, H] -> attention [B, T, K, G, H] in heads' dtype, or None where it takes several."""
+        ...
+
+
 C = TypeVar("C", bound=Cache)
 
 
@@ -113,6 +131,16 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [B, T, in] -> [B, T, out], the product alone: the caller adds the bias where it belongs."""
         return matmul(x, self.flat(), out_dtype=out_dtype, **self.build.kernel())
+
+    def onto(self, residual: jax.Array, x: jax.Array) -> jax.Array:
+        """residual + the product of x, bias included, summed over the devices: rounded once."""
+        collectives = self.build.collectives
+        if axis_size(TENSOR) == 1 and self.bias is None:  # nothing happens between the product and the sum
+            return matmul(x, self.flat(), add=residual, **self.build.kernel())
+        out = collectives.reduce_hidden(self(x, out_dtype=jnp.float32))
+        if self.bias is not None:
+            out = out + collectives.hidden_share(self.bias[...])
+        return (residual.astype(jnp.float32) + out).astype(residual.dtype)
 
     def of_normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """The product of ``norm(x)``, x the residual or this device's share of it."""
@@ -171,7 +199,7 @@ class Attention(nnx.Module):
         cache: C,
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
-        """x [B, T, D] -> what to add to the residual, and the cache with k and v of these positions in it."""
+        """The residual [B, T, D] -> the same with attention added, and the cache with k and v of these positions."""
         B, T, _ = x.shape
         G, H = self.group, self.head_dim
         fused = self.qkv.of_normed(x, norm).reshape(B, T, *self.qkv.weight.shape[:2])  # [B, T, K, this device's rows]
@@ -179,16 +207,35 @@ class Attention(nnx.Module):
             fused = fused + self.qkv.bias[...]
         fused = self.build.collectives.gather(fused, KV_SEQ, axis=3)[..., : (G + 2) * H]
         heads = fused.reshape(B, T, -1, G + 2, H)
-        turned = rotate(heads[..., : G + 1, :], *rope)
-        q, k, v = turned[..., :G, :], turned[..., G, :], heads[..., G + 1, :]
+        mixed, cache = self._attend(heads, rope, positions, cache, layer)
+        return self.out.onto(x, mixed.reshape(B, T, -1)), cache
+
+    def _attend(
+        self,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cache: C,
+        layer: jax.Array | int,
+    ) -> tuple[jax.Array, C]:
+        """heads [B, T, K, G + 2, H] -> this device's columns [B, T, K, columns] in heads' dtype, and the cache."""
+        how: dict[str, Any] = {"platform": self.build.platform, "implementation": self.build.attention}
+        if (
+            axis_size(KV_SEQ) == 1
+            and isinstance(cache, ExtendableCache)
+            and (extended := cache.extend(layer, heads, rope, positions, **how)) is not None
+        ):
+            out, cache = extended
+            return self._padded(out.reshape(*out.shape[:3], -1)), cache
+        turned = rotate(heads[..., :-1, :], *rope)
+        q, k, v = turned[..., :-1, :], turned[..., -1, :], heads[..., -1, :]
         cache = cache.write(layer, k, v, positions)
-        build = self.build
-        partial = cache.attend(layer, q, positions, platform=build.platform, implementation=build.attention)
-        mixed = self._merge_members(partial).astype(x.dtype)
-        out = self.build.collectives.reduce_hidden(self.out(mixed.reshape(B, T, -1), out_dtype=jnp.float32))
-        if self.out.bias is not None:
-            out = out + self.build.collectives.hidden_share(self.out.bias[...])
-        return out.astype(x.dtype), cache
+        return self._merge_members(cache.attend(layer, q, positions, **how)).astype(heads.dtype), cache
+
+    def _padded(self, columns: jax.Array) -> jax.Array:
+        """[..., G * H] with zeros up to what the members hold together."""
+        missing = self.out.columns * axis_size(KV_SEQ) - columns.shape[-1]
+        return jnp.pad(columns, ((0, 0), (0, 0), (0, 0), (0, missing)))
 
     def _merge_members(self, partial: Partial) -> jax.Array:
         """Partial results of each kv_seq member -> this device's columns of every head group, [B, T, K, columns].
@@ -198,10 +245,9 @@ class Attention(nnx.Module):
         B, T, K, G, H = partial.out.shape
         members = axis_size(KV_SEQ)
         columns = self.out.columns
-        pad = ((0, 0), (0, 0), (0, 0), (0, columns * members - G * H))
         if members == 1:
-            return jnp.pad(partial.finish().reshape(B, T, K, G * H), pad)
-        blocks = jnp.pad(partial.out.reshape(B, T, K, G * H), pad).reshape(B, T, K, members, columns)
+            return self._padded(partial.finish().reshape(B, T, K, G * H))
+        blocks = self._padded(partial.out.reshape(B, T, K, G * H)).reshape(B, T, K, members, columns)
         stats = jnp.stack([partial.max, partial.sum], axis=-1).reshape(B, T, K, 1, 2 * G)
         sent = jnp.concatenate([blocks, jnp.broadcast_to(stats, (B, T, K, members, 2 * G))], axis=-1)
         got = self.build.collectives.exchange_heads(jnp.moveaxis(sent, 3, 0))  # [members, B, T, K, columns + 2G]
@@ -226,16 +272,13 @@ class MLP(nnx.Module):
         self.down = Linear(f"{name}.down", (D, F), (None, ff), build, bias=bias)
 
     def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
-        """x [B, T, D] -> what to add to the residual."""
+        """The residual [B, T, D] -> the same with what this makes of it added."""
         weight, bias = self.gate_up.flat(), None if self.gate_up.bias is None else self.gate_up.bias[...]
         if self.build.collectives.splits_hidden():
             inner = gate(norm(x), weight, bias, **self.build.kernel())
         else:
             inner = normed_gate(x, norm.weight[...], norm.eps, weight, bias, **self.build.kernel())
-        out = self.build.collectives.reduce_hidden(self.down(inner, out_dtype=jnp.float32))
-        if self.down.bias is not None:
-            out = out + self.build.collectives.hidden_share(self.down.bias[...])
-        return out.astype(x.dtype)
+        return self.down.onto(x, inner)
 
 
 class Block(nnx.Module):
@@ -256,10 +299,9 @@ class Block(nnx.Module):
         layer: jax.Array | int,
     ) -> tuple[jax.Array, C]:
         with jax.named_scope("attention"):
-            mixed, cache = self.attention(x, self.attention_norm, rope, positions, cache, layer)
-        x = x + mixed
+            x, cache = self.attention(x, self.attention_norm, rope, positions, cache, layer)
         with jax.named_scope("mlp"):
-            return x + self.mlp(x, self.mlp_norm), cache
+            return self.mlp(x, self.mlp_norm), cache
 
 
 class Llama(nnx.Module):

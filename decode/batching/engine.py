@@ -41,6 +41,7 @@ class _Sent(NamedTuple):
     chosen: Chosen
     at: float
     host_s: float
+    dispatch_s: float
 
 
 class Engine:
@@ -91,7 +92,7 @@ class Engine:
         self._ready = self._draining = self._closing = False
         self._dead: str | None = None
         self._last_result = 0.0
-        self._averages = {"step_s": 0.0, "host_s": 0.0, "device_s": 0.0}
+        self._averages = dict.fromkeys(("step_s", "host_s", "device_s", "dispatch_s"), 0.0)
         self._newest: tuple[int, int, int] = (1, 0, 0)
 
     def start(self) -> None:
@@ -248,9 +249,10 @@ class Engine:
             if plan is not None:
                 vector = self._packed(plan)
         if plan is not None:
+            packed = time.perf_counter()
             chosen = self._runner.step(plan.R, plan.C, vector)
             now = time.perf_counter()
-            self._sent.append(_Sent(plan, chosen, now, now - began))
+            self._sent.append(_Sent(plan, chosen, now, now - began, now - packed))
         if len(self._sent) == IN_FLIGHT or plan is None:
             self._read(self._sent.popleft())
         return True
@@ -288,13 +290,14 @@ class Engine:
             self._fit.saw(plan.R, plan.C, plan.context, seconds)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
             host = sent.host_s + time.perf_counter() - came
-            for name, value in (("step_s", seconds), ("host_s", host), ("device_s", came - asked)):
+            seen = {"step_s": seconds, "host_s": host, "device_s": came - asked, "dispatch_s": sent.dispatch_s}
+            for name, value in seen.items():
                 before = self._averages[name]
                 self._averages[name] = value if not before else before + RECENT * (value - before)
 
     def _busy_until(self) -> float:
-        """When the steps on their way are expected to end."""
-        if not self._sent:
+        """When the steps on their way are expected to end; asked only where there is a target to keep."""
+        if not self._sent or self.options.tpot_slo_s is None:
             return 0.0
         model = self._fit.model
         seconds = sum(model.seconds(sent.plan.R, sent.plan.C, sent.plan.context) for sent in self._sent)

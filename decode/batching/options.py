@@ -11,7 +11,7 @@ class EngineOptions:
 
     max_batch: requests that run together at most.
     max_len: positions of a request at most, prompt and output; None: what the model was made for, at most 8192.
-    page_size: positions of a cache page; rounded up to a multiple of ``kv_seq``.
+    page_size: positions of a cache page; rounded up to 16, 32, 64..., and to a multiple of ``kv_seq``.
     pages: pages of the cache; None: as many as hold ``max_batch`` requests of ``max_len``, within 1/4 of memory.
     token_budget: prompt tokens that a step takes beside its decodes, at most.
     prefix_cache: share full pages of equal prompts, and keep them until their room is needed.
@@ -43,6 +43,7 @@ class EngineStats:
     steps, decode_steps: device steps in all, and those without prompt tokens.
     step_s: mean seconds between results while busy, recent; host_s: of these, the host's own work for one step
         (scheduling, packing, dispatch and delivery); device_s: time the host waited for the device.
+    dispatch_s: the part of ``host_s`` that handing a step to the runtime takes.
     predicted_s: the fitted model's terms of the newest step: "base", "rows", "prompt", "cache" seconds.
     """
 
@@ -67,3 +68,4 @@ class EngineStats:
     host_s: float
     device_s: float
     predicted_s: dict[str, float]
+    dispatch_s: float = 0.0

@@ -19,7 +19,7 @@ from decode.cache import KVCache, _numbers, _to_storage
 from kernels.cache_attention import Scales
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
-from kernels.paged_attention import paged_attention, paged_write
+from kernels.paged_attention import extend_taken, paged_attention, paged_extend, paged_write
 from sharding.collectives import axis_size
 from sharding.mesh import KV_SEQ
 
@@ -116,3 +116,34 @@ class PagedCache:
         if total > R:
             parts.append(part(R, total, self.tables[R:], TILE))
         return Partial(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+
+    def extend(
+        self,
+        layer: jax.Array | int,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, PagedCache] | None:
+        """heads [1, R + C, K, G + 2, H] -> attention [1, R + C, K, G, H]; see ``decode.cache.KVCache.extend``."""
+        array, slot_layer = self.cache._place(layer)
+        keys, values = list(self.cache.keys), list(self.cache.values)
+        row = heads[:, :1]  # whatever the number of tokens, no tile is longer than the kernel takes
+        if self.cache.key_scales or not extend_taken(
+            row, keys[array], values[array], platform=platform, implementation=implementation
+        ):
+            return None
+        out, keys[array], values[array] = paged_extend(
+            heads,
+            *rope,
+            keys[array],
+            values[array],
+            self.tables,
+            layer=slot_layer,
+            positions=self.positions,
+            rows=self.rows,
+            tile=TILE,
+        )
+        return out, replace(self, cache=KVCache(keys, values))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from kernels.matmul import cpu_native, reference, xla
+from kernels.native.product import not_taken
 from kernels.quantized import QuantizedWeight
 from kernels.quantized_matmul import quantized_matmul
 from kernels.select import select
@@ -22,8 +21,9 @@ def matmul(
     platform: str,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
+    add: jax.Array | None = None,
 ) -> jax.Array:
-    """``x @ weight.T`` with float32 accumulation.
+    """``x @ weight.T`` with float32 accumulation, plus ``add``.
 
     Args:
         x: activations [..., I].
@@ -32,7 +32,8 @@ def matmul(
         platform: the platform the program is compiled for: "cpu", "gpu" or "tpu".
         out_dtype: dtype of the result; ``None`` keeps x's. float32 skips the rounding of a partial sum.
         implementation: one of ``IMPLEMENTATIONS``; ``None`` picks by platform: on CPU "cpu_native" for up to
-            ``cpu_native.MOST_ROWS`` rows where it can be built, else "xla".
+            ``kernels.native.product.MOST_ROWS`` rows where it can be built, else "xla".
+        add: [..., O], added in float32 before the result is rounded: a residual.
 
     Returns:
         [..., O] in ``out_dtype``.
@@ -42,37 +43,33 @@ def matmul(
     """
     if isinstance(weight, QuantizedWeight):
         wanted = "reference" if implementation == "xla_pieces" else implementation  # either is for evaluation
-        return quantized_matmul(x, weight, platform=platform, out_dtype=out_dtype, implementation=wanted)
-    chosen = choose("matmul", x, weight, platform, implementation)
+        return quantized_matmul(x, weight, platform=platform, out_dtype=out_dtype, implementation=wanted, add=add)
+    chosen = choose("matmul", x, weight, platform, implementation, add)
     rows = x.reshape(-1, x.shape[-1])
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if chosen == "reference":
         out = reference.matmul(rows, weight)
     elif chosen == "cpu_native":
-        out = cpu_native.matmul(rows, weight, out_dtype if out_dtype in cpu_native.DTYPES else jnp.dtype(jnp.float32))
+        flat = None if add is None else add.reshape(-1, weight.shape[0])
+        out, add = cpu_native.matmul(rows, weight, out_dtype, flat), None
     elif chosen == "xla_pieces":
         out = xla.matmul_pieces(rows, weight, platform=platform)
     else:
         out = xla.matmul(rows, weight, platform=platform)
-    return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    out = out.reshape(*x.shape[:-1], weight.shape[0])
+    return (out if add is None else out + add.astype(jnp.float32)).astype(out_dtype)
 
 
 def choose(
-    operation: str, x: jax.Array, weight: jax.Array, platform: str, implementation: str | None, *others: jax.Array
+    operation: str,
+    x: jax.Array,
+    weight: jax.Array | QuantizedWeight,
+    platform: str,
+    implementation: str | None,
+    *others: jax.Array | None,
 ) -> str:
     """The implementation of a product of x [..., I] with weight [O, I]: the one asked for, or the platform's best.
 
-    others: what else the operation reads in a dtype of its own, such as a norm's scale.
+    others: what else the operation reads in a dtype of its own, such as a norm's scale; None is nothing.
     """
-    return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: _not_native(x, weight, *others))
-
-
-def _not_native(x: jax.Array, *others: jax.Array) -> str | None:
-    """None, or what about a product ``cpu_native`` does not take."""
-    rows = math.prod(x.shape[:-1])
-    if not 1 <= rows <= cpu_native.MOST_ROWS:
-        return f"takes 1 to {cpu_native.MOST_ROWS} rows, not {rows}"
-    for array in (x, *others):
-        if array.dtype not in cpu_native.DTYPES:
-            return f"takes float32 and bfloat16, not {array.dtype}"
-    return None
+    return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: not_taken(x, weight, *others))

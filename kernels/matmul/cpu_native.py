@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-DTYPES = (jnp.float32, jnp.bfloat16)
-MOST_ROWS = 16
-"""Above this many rows XLA's own dot, which blocks for the caches, is the faster."""
+from kernels.native.product import DTYPES, multiply
 
 
-def matmul(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """x [M, I] times weight [O, I] -> [M, O] in ``out_dtype``; each float32 or bfloat16."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return jax.ffi.ffi_call("shardstream_matmul", shape)(x, weight)
+def matmul(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype, add: jax.Array | None = None) -> jax.Array:
+    """x [M, I] times weight [O, I], plus ``add`` [M, O] -> [M, O] in ``out_dtype``; each float32 or bfloat16.
+
+    The sum is rounded once. A result dtype that C++ does not write is made from float32.
+    """
+    return multiply(x, weight, out_dtype if out_dtype in DTYPES else jnp.dtype(jnp.float32), add)

@@ -30,7 +30,9 @@ TARGETS = (
     "shardstream_normed_matmul",
     "shardstream_normed_gate",
     "shardstream_cache_attention",
+    "shardstream_rope_attention",
     "shardstream_paged_attention",
+    "shardstream_paged_extend",
     "shardstream_paged_write",
 )
 """The symbols of the library, which are also the names XLA calls them by."""

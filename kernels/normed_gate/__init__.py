@@ -37,8 +37,6 @@ def normed_gate(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
-    if isinstance(weight, QuantizedWeight):
-        return gate(rms_norm(x, scale, eps), weight, bias, platform=platform, implementation=implementation)
     chosen = choose("normed_gate", x, weight, platform, implementation, scale)
     if chosen == "cpu_native" and bias is None:
         out = cpu_native.normed_gate(x.reshape(-1, x.shape[-1]), scale, eps, weight)

@@ -35,8 +35,6 @@ def normed_matmul(
     Raises:
         KernelError: an unknown implementation, or one that does not take these rows or dtypes.
     """
-    if isinstance(weight, QuantizedWeight):
-        return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=implementation)
     chosen = choose("normed_matmul", x, weight, platform, implementation, scale)
     if chosen != "cpu_native":
         return matmul(rms_norm(x, scale, eps), weight, platform=platform, implementation=chosen)

@@ -9,11 +9,12 @@ import jax
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import Scales
 from kernels.paged_attention import cpu_native, reference, xla
+from kernels.rope_attention import taken as extend_taken
 from kernels.select import select
 
 IMPLEMENTATIONS = ("xla", "cpu_native", "reference")
 
-__all__ = ["IMPLEMENTATIONS", "paged_attention", "paged_write"]
+__all__ = ["IMPLEMENTATIONS", "extend_taken", "paged_attention", "paged_extend", "paged_write"]
 
 
 def paged_attention(
@@ -94,3 +95,35 @@ def paged_write(
     if chosen == "cpu_native":
         return cpu_native.paged_write(cache, new, pages, slots, layer)
     return cache.at[layer, pages, :, slots].set(new, mode="drop")
+
+
+def paged_extend(
+    heads: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tables: jax.Array,
+    *,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    rows: int,
+    tile: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a step does between two products, in one call of C++: turn, store and attend. For CPU and a cache that no
+    device shares with another, where ``extend_taken``; elsewhere the caller rotates and uses the other two operations.
+
+    Args:
+        heads: [1, N, K, G + 2, H], the queries, key and value of each KV head, not turned yet.
+        cos, sin: float32 [1, N, H / 2], as for ``kernels.rope_attention``.
+        keys, values: [L, pages, K, S, H].
+        tables: int32 [rows + (N - rows) / tile, P], the pages of each of the first ``rows`` tokens, and of each tile
+            of ``tile`` tokens after them.
+        positions: int32 [N]; -1 for padding, which is not stored and gets 0.
+
+    Returns:
+        The weighted mean of the values [1, N, K, G, H] in heads' dtype, and the cache with the new keys and values.
+    """
+    return cpu_native.paged_extend(
+        heads, cos, sin, keys, values, tables, layer=layer, positions=positions, rows=rows, tile=tile
+    )

@@ -44,3 +44,26 @@ def paged_write(
         "shardstream_paged_write", jax.ShapeDtypeStruct(cache.shape, cache.dtype), input_output_aliases={0: 0}
     )
     return call(cache, new, pages, slots, jnp.asarray(layer, jnp.int32))
+
+
+def paged_extend(
+    heads: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tables: jax.Array,
+    *,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    rows: int,
+    tile: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See ``kernels.paged_attention.paged_extend``."""
+    _, N, K, group, H = heads.shape
+    shapes = [jax.ShapeDtypeStruct((1, N, K, group - 2, H), heads.dtype)]
+    shapes += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
+    call = jax.ffi.ffi_call("shardstream_paged_extend", shapes, input_output_aliases={3: 1, 4: 2})
+    place = (tables, jnp.asarray(layer, jnp.int32), positions.astype(jnp.int32))
+    out, keys, values = call(heads, cos, sin, keys, values, *place, rows=np.int32(rows), tile=np.int32(tile))
+    return out, keys, values

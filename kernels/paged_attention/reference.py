@@ -25,8 +25,7 @@ def paged_attention(
     """See ``kernels.paged_attention.paged_attention``."""
     k, v = (_contiguous(cache[layer], tables)[None] for cache in (keys, values))
     own = None if scales is None else Scales(*(_contiguous(cache[layer], tables)[None] for cache in scales))
-    where = {"layer": 0, "positions": positions, "stride": stride, "offset": offset}
-    return reference.cache_attention(q, k, v, **where, scales=own)
+    return reference.cache_attention(q, k, v, layer=0, positions=positions, stride=stride, offset=offset, scales=own)
 
 
 def _contiguous(cache: jax.Array, tables: jax.Array) -> jax.Array:

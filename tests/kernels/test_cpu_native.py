@@ -23,7 +23,7 @@ from kernels import native
 from kernels.cache_attention import Partial, cache_attention
 from kernels.cache_attention.cpu_native import MOST_QUERIES
 from kernels.matmul import cpu_native, matmul
-from kernels.matmul.cpu_native import MOST_ROWS
+from kernels.native.product import MOST_ROWS as MOST_ROWS_OF
 from kernels.normed_gate import normed_gate
 from kernels.normed_matmul import normed_matmul
 from kernels.select import KernelError
@@ -40,6 +40,7 @@ def _native() -> None:
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 DTYPES = [F32, BF16]
 EPS = 1e-5
+MOST_ROWS = MOST_ROWS_OF["float32"]
 SEGMENT = 512  # slots a thread takes at a time
 # Around the 8 rows and 16 lanes that are worked on together, one of either, and a size that models have.
 SIZES = [1, 7, 8, 9, 15, 16, 17, 33, 576]
@@ -359,7 +360,8 @@ INT32 = np.dtype(np.int32)
 X, SCALE, W, OUT = shape(2, 5), shape(5), shape(4, 5), shape(2, 4)
 Q, CACHE, ONE, POSITIONS = shape(1, 2, 1, 3, 8), shape(2, 1, 1, 9, 8), shape(dtype=INT32), shape(1, 2, dtype=INT32)
 PARTIAL = (Q, shape(1, 2, 1, 3), shape(1, 2, 1, 3))
-PRODUCT, GATE = ("shardstream_matmul", {}), ("shardstream_normed_gate", {"eps": np.float32(EPS)})
+WIDE = {"arrays": np.int32(1), "group": np.int32(0)}
+PRODUCT, GATE = ("shardstream_matmul", WIDE), ("shardstream_normed_gate", {"eps": np.float32(EPS), **WIDE})
 ATTENTION = ("shardstream_cache_attention", {"stride": np.int32(1)})
 LAYER_2 = np.int32(2)
 
@@ -371,29 +373,43 @@ LAYER_2 = np.int32(2)
         (PRODUCT, (shape(5), W), OUT, "x, w and out must have two axes"),
         (PRODUCT, (X, shape(5)), OUT, "w must have two axes"),
         (PRODUCT, (X, W), shape(4, 2), "out must have a row for each of x and a column for each of w"),
-        (PRODUCT, (shape(2, 5, dtype=INT32), W), OUT, "must be float32 or bfloat16"),
-        (PRODUCT, (X, shape(4, 5, dtype=np.dtype(np.uint16))), OUT, "must be float32 or bfloat16"),
+        (PRODUCT, (shape(2, 5, dtype=INT32), W), OUT, "x and out must be float32 or bfloat16"),
+        (PRODUCT, (X, shape(4, 5, dtype=np.dtype(np.uint16))), OUT, "w must be float32 or bfloat16"),
         (PRODUCT, (X, W), shape(2, 4, dtype=np.dtype(np.float16)), "must be float32 or bfloat16"),
-        (PRODUCT, (X,), OUT, "Wrong number of arguments: expected 2 but got 1"),
+        (PRODUCT, (X,), OUT, "a weight is 1 to 3 arrays"),
+        (PRODUCT, (X, W, OUT, OUT), OUT, "and one more may be added"),
+        (PRODUCT, (X, W, shape(4, 2)), OUT, "what is added must be float32 or bfloat16, and like out"),
+        (PRODUCT, (X, W, shape(2, 4, dtype=INT32)), OUT, "what is added must be float32 or bfloat16, and like out"),
+        (GATE, (X, SCALE, W, shape(2, 2)), shape(2, 2), "nothing can be added to a gate"),
         (GATE, (X, SCALE, shape(3, 5)), shape(2, 1), "w must have two axes, the first even"),
         (GATE, (X, shape(4), W), shape(2, 2), "the norm's scale must be float32 or bfloat16, one for each column"),
         (("shardstream_normed_matmul", GATE[1]), (X, shape(1, 5), W), OUT, "the norm's scale must be"),
-        (("shardstream_normed_matmul", {"eps": 1}), (X, SCALE, W), OUT, "expected F32 but got"),
-        (ATTENTION, (Q, CACHE, shape(2, 1, 1, 8, 8), ONE, POSITIONS, ONE), PARTIAL, r"both \[L, B, K, S, H\]"),
+        (("shardstream_normed_matmul", {**WIDE, "eps": 1}), (X, SCALE, W), OUT, "expected F32 but got"),
+        (ATTENTION, (Q, CACHE, shape(2, 1, 1, 8, 8), ONE, POSITIONS, ONE), PARTIAL, r"both be \[L, B, K, S, H\]"),
         (
             ATTENTION,
             (Q, *2 * [shape(2, 1, 1, 9, 7)], ONE, POSITIONS, ONE),
             PARTIAL,
             "differ in rows, heads or head size",
         ),
-        (ATTENTION, (Q, CACHE, shape(2, 1, 1, 9, 8, dtype=BF16), ONE, POSITIONS, ONE), PARTIAL, "keys and values both"),
+        (
+            ATTENTION,
+            (Q, CACHE, shape(2, 1, 1, 9, 8, dtype=BF16), ONE, POSITIONS, ONE),
+            PARTIAL,
+            "keys and values must both",
+        ),
         (
             ATTENTION,
             (shape(1, 2, 1, 3, 8, dtype=INT32), CACHE, CACHE, ONE, POSITIONS, ONE),
             PARTIAL,
             "q must be float32",
         ),
-        (ATTENTION, (Q, CACHE, CACHE, ONE, shape(1, 3, dtype=INT32), ONE), PARTIAL, "positions one for each query"),
+        (
+            ATTENTION,
+            (Q, CACHE, CACHE, ONE, shape(1, 3, dtype=INT32), ONE),
+            PARTIAL,
+            "positions one for each new position",
+        ),
         (ATTENTION, (Q, CACHE, CACHE, ONE, shape(1, 2), ONE), PARTIAL, "expected S32 but got F32"),
         (ATTENTION, (Q, CACHE, CACHE, ONE, POSITIONS, ONE), (Q, Q, Q), "out must be like q|Wrong"),
         (ATTENTION, (Q, CACHE, CACHE, LAYER_2, POSITIONS, ONE), PARTIAL, "layer 2 of a cache of 2"),
@@ -426,8 +442,12 @@ def run_normed(scale: Any = F32, **how: Any) -> jax.Array:
 
 
 REFUSED = [
-    (run_product, {"rows": MOST_ROWS + 1}, "matmul: implementation 'cpu_native' takes 1 to 16 rows, not 17"),
-    (run_product, {"rows": 0}, "takes 1 to 16 rows, not 0"),
+    (
+        run_product,
+        {"rows": MOST_ROWS + 1},
+        "matmul: implementation 'cpu_native' takes 1 to 16 rows of a weight in float32, not 17",
+    ),
+    (run_product, {"rows": 0}, "takes 1 to 16 rows of a weight in float32, not 0"),
     (run_product, {"dtype": jnp.int8}, "takes float32 and bfloat16, not int8"),
     (run_normed, {"scale": jnp.float16}, "normed_matmul: .* takes float32 and bfloat16, not float16"),
     (run_attention, {"queries": MOST_QUERIES + 1}, "cache_attention: .* takes 1 to 16 new positions, not 17"),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kernels.matmul import IMPLEMENTATIONS, matmul
-from kernels.matmul.cpu_native import MOST_ROWS
 from kernels.matmul.xla import STREAMED_ROWS
+from kernels.native.product import MOST_ROWS
 from kernels.select import KernelError
 
 HOW = [
@@ -20,7 +20,7 @@ HOW = [
     for platform in ("cpu", "tpu")
     if implementation != "cpu_native" or platform == "cpu"
 ]
-ROWS = [(1,), (3,), (STREAMED_ROWS,), (STREAMED_ROWS + 1,), (2, MOST_ROWS // 2), (2, 2, 2)]
+ROWS = [(1,), (3,), (STREAMED_ROWS,), (STREAMED_ROWS + 1,), (2, MOST_ROWS["float32"] // 2), (2, 2, 2)]
 
 
 def operands(rows: tuple[int, ...], inner: int, outer: int, dtype: Any) -> tuple[jax.Array, jax.Array]:

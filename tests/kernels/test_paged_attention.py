@@ -9,7 +9,7 @@ import pytest
 
 from kernels import native
 from kernels.cache_attention.scaled import Scales, quantize
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import paged_attention, paged_extend
 from kernels.paged_attention.cpu_native import paged_write
 from kernels.select import KernelError
 
@@ -170,6 +170,54 @@ def test_writing_leaves_padding_and_the_rest_alone():
     want[0, 2, :, 1], want[0, 0, :, 3] = 7, 9
     values = np.array([[7] * K, [8] * K, [9] * K, [6] * K], np.int8)
     np.testing.assert_array_equal(run(jnp.array(marks), values, pages, slots, jnp.int32(0)), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_turns_stores_and_attends(dtype):
+    """Rows and a tile, padding in both, against the rotation, the writes and the attention one by one."""
+    if native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(4)
+    rows, tile, page = 3, 4, 4
+    tables = np.array([[5, 2, 0], [0, 0, 0], [7, 0, 0], [1, 3, 6]], np.int32)  # the second row is padding
+    positions = np.array([9, -1, 2, 6, 7, 8, -1], np.int32)
+    stored = jnp.uint16 if dtype == "bfloat16" else jnp.float32
+    cache = [jnp.asarray(rng.standard_normal((2, 8, K, page, H)), dtype) for _ in range(2)]
+    cache = [jax.lax.bitcast_convert_type(x, stored) if dtype == "bfloat16" else x for x in cache]
+    heads = jnp.asarray(rng.standard_normal((1, 7, K, G + 2, H)), dtype)
+    angles = rng.uniform(0, 6, (1, 7, H // 2)).astype(np.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    x = heads[..., :-1, :].astype(jnp.float32)
+    first, second = jnp.split(x, 2, axis=-1)
+    c, s = cos[:, :, None, None], sin[:, :, None, None]
+    turned = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(dtype)
+    table = np.array([0, 1, 2, 3, 3, 3, 3])
+    pages = np.where(positions < 0, 8, tables[table, np.maximum(positions, 0) // page])
+    want_cache = []
+    for before, new in zip(cache, (turned[0, :, :, -1], heads[0, :, :, -1]), strict=True):
+        entry = jax.lax.bitcast_convert_type(new, stored) if dtype == "bfloat16" else new
+        want_cache.append(before.at[1, pages, :, np.maximum(positions, 0) % page].set(entry, mode="drop"))
+    where = {"layer": 1, "stride": 1, "offset": 0, "platform": "cpu", "implementation": "reference"}
+    q = turned[0, :, :, :-1]
+    parts = [
+        paged_attention(q[:3, None], *want_cache, tables[:3], positions=positions[:3, None], **where).finish()[:, 0],
+        paged_attention(q[None, 3:], *want_cache, tables[3:], positions=positions[None, 3:], **where).finish()[0],
+    ]
+    run = jax.jit(paged_extend, static_argnames=("rows", "tile"), donate_argnums=(3, 4))
+    out, *after = run(
+        heads, cos, sin, *map(jnp.array, cache), tables, layer=jnp.int32(1), positions=positions, rows=rows, tile=tile
+    )
+    for got, want in zip(after, want_cache, strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(v.view(jnp.bfloat16) if dtype == "bfloat16" else v, np.float32) for v in (got, want)),
+            rtol=1e-2 if dtype == "bfloat16" else 1e-6,
+            atol=1e-6,
+        )
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    want = np.asarray(jnp.concatenate(parts), np.float32)
+    np.testing.assert_allclose(np.asarray(out[0], np.float32), want, rtol=tolerance, atol=tolerance)
+    assert np.all(np.asarray(out[0, [1, 6]], np.float32) == 0)
 
 
 def test_a_page_that_is_not_there_is_an_error_and_not_a_crash():

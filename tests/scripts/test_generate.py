@@ -425,25 +425,23 @@ def test_the_capital_of_france(demo_gguf: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("The capital of France is Paris.\n", "")
 
 
-def test_many_prompts_go_through_the_engine_in_their_order(
-    measured: Callable[..., dict[str, Any]], command: Run, tiny: Path, tmp_path: Path
-) -> None:
-    """More than ``GROUPED``: each as if alone, stop strings included."""
+def test_many_prompts_go_through_the_engine_in_their_order(command: Run, tiny: Path, tmp_path: Path) -> None:
+    """More than ``GROUPED``: each as if alone; a stop string ends the texts that hold it."""
     texts = [f"{number} is a number" for number in range(generate.GROUPED + 3)]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
-    options = ["--model", tiny, "--prompts-file", tmp_path / "prompts.txt", "--batch", "2", "--max-new-tokens", "6"]
-    found = measured(*options)
     expected = [answer(tiny, tokens_of(text), 6) for text in texts]
-    assert [one["prompt"] for one in found["completions"]] == texts
-    assert [one["token_ids"] for one in found["completions"]] == expected
-    assert {one["finish_reason"] for one in found["completions"]} == {"length"}
-    assert found["engine"]["generated_tokens"] == 6 * len(texts)
-    assert found["tokens_per_s"] > 0
-
     stop = text_of(expected[0])[2:4]
-    status, out, err = command(*options, "--stop", stop)
-    assert status == 0
+    options = ["--model", tiny, "--prompts-file", tmp_path / "prompts.txt", "--batch", "1", "--max-new-tokens", "6"]
+    status, out, err = command(*options, "--stop", stop, "--json", tmp_path / "found.json")
+    assert (status, "error" in err) == (0, False)
     shown = [text_of(tokens).split(stop)[0] for tokens in expected]
     assert out.startswith("".join(f"### {text}\n{cut}\n\n" for text, cut in zip(texts, shown, strict=True)))
-    assert "35, at most 2 at a time" in out
-    assert "error" not in err
+    assert "35, at most 1 at a time" in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [one["prompt"] for one in found["completions"]] == texts
+    assert [one["text"] for one in found["completions"]] == shown
+    whole = [one["finish_reason"] == "length" for one in found["completions"]]
+    assert whole == [stop not in text_of(tokens) for tokens in expected]
+    for one, tokens in zip(found["completions"], expected, strict=True):
+        assert one["token_ids"] == tokens[: one["generated_tokens"]]
+    assert found["tokens_per_s"] > 0

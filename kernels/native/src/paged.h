@@ -1,4 +1,4 @@
-// Attention over a cache cut into pages, and writing to one. Included by bindings.cc, whose helpers it uses.
+// Attention over a cache cut into pages.
 #pragma once
 
 #include <algorithm>

@@ -5,27 +5,68 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace shardstream {
 
 constexpr int64_t kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
 
 // The upper half of a float32, as XLA stores it.
 struct BFloat16 {
   uint16_t bits;
 };
 
+// IEEE's float16.
+struct Half {
+  uint16_t bits;
+};
+
 inline Floats Load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 
 inline Floats Load(const BFloat16* p) {
-  const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+  const Words wide = __builtin_convertvector(*reinterpret_cast<const Shorts*>(p), Words) << 16;
   return reinterpret_cast<const Floats&>(wide);
 }
 
+inline Floats Load(const Half* p) {
+#ifdef __AVX512F__
+  __m256i bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, bits);  // all of them: gcc warns of the plain form
+#else
+  const Words word = __builtin_convertvector(*reinterpret_cast<const Shorts*>(p), Words);
+  const Words exponent = (word >> 10) & 31, fraction = word & 0x3ff;
+  // A normal number's exponent grows by 112; that of infinity and NaN, all ones, by as much again. A subnormal one is
+  // its fraction in units of 2^-24.
+  const Words wide = ((word & 0x7fff) << 13) + (112u << 23) + (exponent == 31 ? Words{} + (112u << 23) : Words{});
+  const Floats small = __builtin_convertvector((Ints)fraction, Floats) * 5.9604644775390625e-8f;
+  return (Floats)((exponent == 0 ? (Words)small : wide) | (word & 0x8000) << 16);
+#endif
+}
+
 inline float Widen(float x) { return x; }
+
+inline float Widen(Half x) {
+#ifdef __F16C__
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t exponent = (x.bits >> 10) & 31, fraction = x.bits & 0x3ff, sign = (x.bits & 0x8000u) << 16;
+  const float small = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+  uint32_t wide = ((x.bits & 0x7fffu) << 13) + ((exponent == 31 ? 224u : 112u) << 23);
+  if (exponent == 0) std::memcpy(&wide, &small, sizeof wide);
+  wide |= sign;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+#endif
+}
 
 inline float Widen(BFloat16 x) {
   const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;

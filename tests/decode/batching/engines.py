@@ -21,7 +21,7 @@ from tests.model.checkpoint_files import small_config
 CONFIG = small_config(
     vocab_size=101, num_layers=1, num_heads=4, num_kv_heads=2, tie_word_embeddings=True, max_position_embeddings=512
 )
-OPTIONS = EngineOptions(max_batch=3, max_len=160, token_budget=16, pages=20)
+OPTIONS = EngineOptions(max_batch=3, max_len=160, token_budget=16, pages=11)
 
 GREEDY = SamplingParams()
 EVERYTHING = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.3, seed=2**40 + 3)

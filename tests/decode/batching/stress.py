@@ -68,7 +68,7 @@ def stress(tp: int, more: Callable[[], bool], seed: int = 0) -> dict[str, int]:
         except BaseException as error:
             errors.append(error)
 
-    with running(tp, pages=14) as engine:
+    with running(tp) as engine:
         workers = [threading.Thread(target=guarded, args=(engine, number)) for number in range(CLIENTS)]
         for worker in workers:
             worker.start()

@@ -11,9 +11,9 @@ import pytest
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from decode.batching.request import EngineError, Event, RefusedError, Request, RequestError
-from decode.decoder import NumericsError
+from decode.decoder import Decoder, NumericsError
 from tests.decode.batching.engines import CONFIG, EVERYTHING, GREEDY, OPTIONS, alone, decoder, finished, running
-from tests.decode.running import log_softmax, make_decoder, small_model, some_tokens
+from tests.decode.running import log_softmax, make_decoder, run, small_model, some_tokens
 
 TOLERANCE = 2e-5
 """On float32 log-probabilities: products of one row and of several rows add up in different orders."""
@@ -32,9 +32,9 @@ def some_requests() -> list[Request]:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_each_request_as_if_alone(tp: int) -> None:
-    """Few pages for three at once, so that preemption takes part."""
+    """There are few pages for three at once, so preemption takes part."""
     wanted = some_requests()
-    with running(tp, pages=11) as engine:
+    with running(tp) as engine:
         tickets = [engine.submit(request) for request in wanted]
         for request, ticket in zip(wanted, tickets, strict=True):
             got, expected = finished(ticket), alone(request, tp)
@@ -47,7 +47,7 @@ def test_each_request_as_if_alone(tp: int) -> None:
 
 def test_preemption_and_the_prefix_cache_leave_the_text_alone() -> None:
     long = [Request(some_tokens(CONFIG, 60, seed), 80, EVERYTHING) for seed in range(3)]
-    with running(pages=11) as engine:
+    with running() as engine:
         texts = [finished(ticket).tokens for ticket in [engine.submit(request) for request in long]]
         assert engine.stats().preemptions > 0
         assert texts == [alone(request).tokens for request in long]
@@ -104,6 +104,19 @@ def test_top_logprobs_and_bias_when_the_vocabulary_is_split() -> None:
             assert (a.token, [token for token, _ in a.top]) == (b.token, [token for token, _ in b.top])
             assert a.token == 99
             np.testing.assert_allclose([v for _, v in a.top], [v for _, v in b.top], atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_of_int8_gives_what_it_gives_alone() -> None:
+    """Scales lie in pages beside what they scale."""
+    model, plain = small_model(CONFIG), decoder()
+    params = model.load_params(plain.layout, "float32", "unrolled", progress=False)
+    narrow = Decoder(CONFIG, params, plain.layout, "float32", cache_dtype="int8")
+    request = Request(some_tokens(CONFIG, 20, 5), 20)
+    expected = run(narrow, [request.prompt], 20, max_len=64)[0]
+    with running(own=narrow, max_batch=1, pages=5) as engine:
+        got = finished(engine.submit(request))
+    assert got.tokens == expected.tokens
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
 
 
 def test_cancelling_frees_the_pages_and_leaves_the_others_alone() -> None:

@@ -97,7 +97,9 @@ class Array {
  public:
   Array(XLA_FFI_DataType type, std::vector<int64_t> shape) : type_(type), shape_(std::move(shape)) {
     for (const int64_t side : shape_) count_ *= side;
-    width_ = type == XLA_FFI_DataType_F32 || type == XLA_FFI_DataType_S32 ? 4 : 2;
+    width_ = type == XLA_FFI_DataType_F32 || type == XLA_FFI_DataType_S32  ? 4
+             : type == XLA_FFI_DataType_S8 || type == XLA_FFI_DataType_U8 ? 1
+                                                                          : 2;
     block_ = std::unique_ptr<char[]>(new char[count_ * width_]);
     raw_ = {};
     raw_.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
@@ -125,7 +127,22 @@ class Array {
       At<BFloat16>()[i] = Narrow(value);
     }
   }
-  double Get(int64_t i) const { return type_ == XLA_FFI_DataType_F32 ? At<float>()[i] : Widen(At<BFloat16>()[i]); }
+  // Random bits, the number they are small: a scale of any type, or quantised values.
+  Array& Bits(std::mt19937& from) {
+    for (int64_t i = 0; i < count_ * width_; ++i) At<uint8_t>()[i] = static_cast<uint8_t>(from());
+    if (type_ == XLA_FFI_DataType_F16) {
+      for (int64_t i = 0; i < count_; ++i) At<uint16_t>()[i] &= 0xbfff;  // below 2, subnormal ones among them
+    }
+    return *this;
+  }
+  double Get(int64_t i) const {
+    switch (type_) {
+      case XLA_FFI_DataType_F32: return At<float>()[i];
+      case XLA_FFI_DataType_F16: return Widen(At<Half>()[i]);
+      case XLA_FFI_DataType_S8: return At<int8_t>()[i];
+      default: return Widen(At<BFloat16>()[i]);
+    }
+  }
   template <typename T>
   T* At() const {
     return reinterpret_cast<T*>(block_.get());
@@ -160,7 +177,8 @@ void Near(double found, double expected, double bound, const char* what, int64_t
 
 void Ok(const ffi::Error& error) { Expect(error.success(), error.message()); }
 
-constexpr XLA_FFI_DataType kF32 = XLA_FFI_DataType_F32, kBF16 = XLA_FFI_DataType_BF16, kU16 = XLA_FFI_DataType_U16;
+constexpr XLA_FFI_DataType kF32 = XLA_FFI_DataType_F32, kBF16 = XLA_FFI_DataType_BF16, kU16 = XLA_FFI_DataType_U16,
+                           kF16 = XLA_FFI_DataType_F16;
 
 // [M, I] in float64, normed where there is a scale.
 std::vector<double> Wide(const Array& x, int64_t M, int64_t I, const Array* scale, double eps) {
@@ -180,43 +198,100 @@ struct Sum64 {
   double value = 0, size = 0;  // of the terms, and of their absolute values
 };
 
-Sum64 Dot(const double* x, const Array& w, int64_t row, int64_t I) {
+// A weight [O, I], wide (group < 0) or quantised, as arrays and in float64.
+struct Weight {
+  std::vector<std::unique_ptr<Array>> arrays;
+  int32_t group = 0;
+  std::vector<double> wide;
+
+  Weight(std::mt19937& random, int64_t O, int64_t I, XLA_FFI_DataType type) : wide(O * I) {
+    arrays.push_back(std::make_unique<Array>(type, std::vector<int64_t>{O, I}));
+    arrays[0]->Random(random);
+    for (int64_t i = 0; i < O * I; ++i) wide[i] = arrays[0]->Get(i);
+  }
+  Weight(std::mt19937& random, int64_t O, int64_t I, int bits, int32_t group, bool offsets, XLA_FFI_DataType type)
+      : group(group), wide(O * I) {
+    const int64_t size = group ? group : std::max<int64_t>(I, 1), groups = group ? (I + size - 1) / size : 1;
+    const auto values = bits == 8 ? XLA_FFI_DataType_S8 : XLA_FFI_DataType_U8;
+    arrays.push_back(std::make_unique<Array>(values, std::vector<int64_t>{O, I * bits / 8}));
+    arrays[0]->Bits(random);
+    for (int i = 0; i < (offsets ? 2 : 1); ++i) {
+      arrays.push_back(std::make_unique<Array>(type, std::vector<int64_t>{O, groups}));
+      type == XLA_FFI_DataType_F16 ? arrays.back()->Bits(random) : arrays.back()->Random(random);
+    }
+    for (int64_t i = 0; i < O * I; ++i) {
+      const int64_t row = i / I, column = i % I, at = row * groups + column / size;
+      double q;
+      if (bits == 8) {
+        q = arrays[0]->Get(i);
+      } else {
+        const uint8_t byte = arrays[0]->At<uint8_t>()[row * I / 2 + column / 32 * 16 + column % 16];
+        q = (column % 32 < 16 ? byte & 15 : byte >> 4) - 8;
+      }
+      wide[i] = q * arrays[1]->Get(at) + (offsets ? arrays[2]->Get(at) : 0.0);
+    }
+  }
+  bool quantised() const { return arrays.size() > 1; }
+  Operands operands(const Array& x, const Array* norm, float eps) const {
+    Operands of{x.buffer(), std::nullopt, eps, {}, static_cast<int32_t>(arrays.size()), group};
+    if (norm) of.norm = norm->buffer();
+    for (const auto& array : arrays) of.rest.push_back(array->buffer());
+    return of;
+  }
+};
+
+// Row m of x [M, I] with a row of the weight. `size` counts what rounding x to bytes may add, in the units of
+// SumError(I): half a step of 1/127 of the largest magnitude in a block of 32.
+Sum64 Total(const double* x, const Weight& w, int64_t row, int64_t I) {
   Sum64 sum;
+  double largest = 0;
   for (int64_t i = 0; i < I; ++i) {
-    sum.value += x[i] * w.Get(row * I + i);
-    sum.size += std::abs(x[i] * w.Get(row * I + i));
+    if (i % 32 == 0) {
+      largest = 0;
+      for (int64_t j = i; j < std::min(I, i + 32); ++j) largest = std::max(largest, std::abs(x[j]));
+    }
+    const double weight = w.wide[row * I + i];
+    sum.value += x[i] * weight;
+    sum.size += std::abs(x[i] * weight);
+    // The offset's part is of x as it was; a weight's own is not told apart here.
+    if (w.quantised()) sum.size += largest / 127 * 0.5001 * std::abs(weight) / SumError(I);
   }
   return sum;
 }
 
-void Products(std::mt19937& random, int64_t M, int64_t O, int64_t I, XLA_FFI_DataType xt, XLA_FFI_DataType wt,
+void Products(std::mt19937& random, int64_t M, int64_t O, int64_t I, const Weight& w, XLA_FFI_DataType xt,
               XLA_FFI_DataType ot) {
   const float eps = 1e-5f;
-  Array x(xt, {M, I}), scale(wt, {I}), w(wt, {O, I}), out(ot, {M, O});
-  x.Random(random), scale.Random(random), w.Random(random);
-  for (const bool normed : {false, true}) {
+  Array x(xt, {M, I}), scale(xt, {I}), added(ot, {M, O}), out(ot, {M, O});
+  x.Random(random), scale.Random(random), added.Random(random, 100.0);
+  ffi::ThreadPool pool = AsXla();
+  for (int form = 0; form < 3; ++form) {
+    const bool normed = form == 1, adds = form == 2;
     out.Fill(std::numeric_limits<float>::quiet_NaN());
-    Ok(normed ? NormedMatMul(AsXla(), x.buffer(), scale.buffer(), w.buffer(), out.buffer(), eps)
-              : MatMul(AsXla(), x.buffer(), w.buffer(), out.buffer()));
+    Operands of = w.operands(x, normed ? &scale : nullptr, eps);
+    if (adds) of.rest.push_back(added.buffer());
+    Ok(Multiply(pool, of, out.buffer()));
     const auto rows = Wide(x, M, I, normed ? &scale : nullptr, eps);
     for (int64_t i = 0; i < M * O; ++i) {
-      const auto sum = Dot(rows.data() + i / O * I, w, i % O, I);
-      const double bound = (normed ? 3 : 1) * SumError(I) * sum.size + out.unit() * std::abs(sum.value);
-      Near(out.Get(i), sum.value, bound, normed ? "normed product" : "product", i);
+      const auto sum = Total(rows.data() + i / O * I, w, i % O, I);
+      const double expected = sum.value + (adds ? added.Get(i) : 0.0);
+      const double bound = (normed ? 3 : 1) * SumError(I) * sum.size + out.unit() * 1.01 * std::abs(expected) + 1e-25;
+      Near(out.Get(i), expected, bound, normed ? "normed product" : "product", i);
     }
   }
 }
 
-void Gates(std::mt19937& random, int64_t M, int64_t F, int64_t I, XLA_FFI_DataType xt, XLA_FFI_DataType wt) {
+void Gates(std::mt19937& random, int64_t M, int64_t F, int64_t I, const Weight& w, XLA_FFI_DataType xt) {
   const float eps = 1e-5f;
-  Array x(xt, {M, I}), scale(wt, {I}), w(wt, {2 * F, I}), out(xt, {M, F});
-  x.Random(random), scale.Random(random, 4.0), w.Random(random);
+  Array x(xt, {M, I}), scale(xt, {I}), out(xt, {M, F});
+  x.Random(random), scale.Random(random, 4.0);
   out.Fill(std::numeric_limits<float>::quiet_NaN());
-  Ok(NormedGate(AsXla(), x.buffer(), scale.buffer(), w.buffer(), out.buffer(), eps));
+  ffi::ThreadPool pool = AsXla();
+  Ok(MultiplyGate(pool, w.operands(x, &scale, eps), out.buffer()));
   const auto rows = Wide(x, M, I, &scale, eps);
   for (int64_t i = 0; i < M * F; ++i) {
     const double* row = rows.data() + i / F * I;
-    const auto gate = Dot(row, w, i % F, I), up = Dot(row, w, F + i % F, I);
+    const auto gate = Total(row, w, i % F, I), up = Total(row, w, F + i % F, I);
     const double silu = gate.value / (1.0 + std::exp(-gate.value));
     const double gate_error = 3 * SumError(I) * gate.size, up_error = 3 * SumError(I) * up.size;
     // |silu'| <= 1.1; the exponential, its division and two products are good for ten units.
@@ -298,6 +373,102 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
       }
       Near(out.Get(row * H + h) / sum.Get(row), expected, 2 * relative * size, "attention", row * H + h);
     }
+  }
+}
+
+// Turning, storing and attending in one call, against turning here and attending to the cache that came back.
+void Turning(std::mt19937& random, int64_t B, int64_t T, int64_t K, int64_t G, int64_t H, int64_t S,
+             XLA_FFI_DataType xt, XLA_FFI_DataType ct) {
+  const int64_t L = 2, layer = 1;
+  Array heads(xt, {B, T, K, G + 2, H}), keys(ct, {L, B, K, S, H}), values(ct, {L, B, K, S, H});
+  Array cos(kF32, {B, T, H / 2}), sin(kF32, {B, T, H / 2}), out(xt, {B, T, K, G, H});
+  Array at(XLA_FFI_DataType_S32, {}), zero(XLA_FFI_DataType_S32, {}), positions(XLA_FFI_DataType_S32, {B, T});
+  heads.Random(random), keys.Random(random), values.Random(random);
+  *at.At<int32_t>() = layer, *zero.At<int32_t>() = 0;
+  for (int64_t i = 0; i < cos.count(); ++i) {
+    cos.Set(i, static_cast<float>(std::cos(i))), sin.Set(i, static_cast<float>(std::sin(i)));
+  }
+  // The last slots of the first row, then the first ones, and some that are past the end, which are not stored.
+  for (int64_t i = 0; i < B * T; ++i) {
+    const int64_t b = i / T, start = b == 0 ? S - T : b == 1 ? 0 : S - 1;
+    positions.At<int32_t>()[i] = static_cast<int32_t>(std::max<int64_t>(0, start) + i % T);
+  }
+  std::vector<double> expected_keys(keys.count()), expected_values(keys.count());
+  for (int64_t i = 0; i < keys.count(); ++i) expected_keys[i] = keys.Get(i), expected_values[i] = values.Get(i);
+  const auto turned = [&](int64_t bt, int64_t head, int64_t h) {
+    const int64_t half = H / 2, pair = h < half ? h + half : h - half, angle = bt * half + h % half;
+    return heads.Get(head * H + h) * cos.Get(angle) + (h < half ? -1 : 1) * heads.Get(head * H + pair) * sin.Get(angle);
+  };
+  Array q(kF32, {B, T, K, G, H});
+  for (int64_t bt = 0; bt < B * T; ++bt) {
+    const int64_t slot = positions.At<int32_t>()[bt];
+    for (int64_t k = 0; k < K; ++k) {
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t head = (bt * K + k) * (G + 2);
+        for (int64_t g = 0; g < G; ++g) q.Set(((bt * K + k) * G + g) * H + h, turned(bt, head + g, h));
+        if (slot >= S) continue;
+        const int64_t to = (((layer * B + bt / T) * K + k) * S + slot) * H + h;
+        expected_keys[to] = turned(bt, head + G, h);
+        expected_values[to] = heads.Get((head + G + 1) * H + h);
+      }
+    }
+  }
+  Ok(RopeAttention(AsXla(), heads.buffer(), cos.typed<ffi::F32>(), sin.typed<ffi::F32>(), keys.buffer(),
+                   values.buffer(), at.typed<ffi::S32>(), positions.typed<ffi::S32>(), out.buffer(), keys.buffer(),
+                   values.buffer()));
+  // Rounded to the heads' type, then to the cache's; a turned number is a sum of two products of about 1.
+  const double unit = std::max(heads.unit(), keys.unit());
+  for (int64_t i = 0; i < keys.count(); ++i) {
+    Near(keys.Get(i), expected_keys[i], 2.1 * unit * std::abs(expected_keys[i]) + 16 * kUnit, "stored key", i);
+    Near(values.Get(i), expected_values[i], 2.1 * keys.unit() * std::abs(expected_values[i]), "stored value", i);
+  }
+  Array plain(kF32, {B, T, K, G, H}), max(kF32, {B, T, K, G}), sum(kF32, {B, T, K, G});
+  Ok(CacheAttention(AsXla(), q.buffer(), keys.buffer(), values.buffer(), at.typed<ffi::S32>(),
+                    positions.typed<ffi::S32>(), zero.typed<ffi::S32>(), plain.typed<ffi::F32>(),
+                    max.typed<ffi::F32>(), sum.typed<ffi::F32>(), 1));
+  // Its queries were turned in another order of roundings: a score of numbers around 1 is off by less than 1e-4.
+  for (int64_t i = 0; i < out.count(); ++i) {
+    const double expected = plain.Get(i) / sum.Get(i / H);
+    Near(out.Get(i), expected, out.unit() * std::abs(expected) + 1e-3, "turned attention", i);
+  }
+}
+
+void Halves() {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const int exponent = bits >> 10 & 31;
+    const double fraction = bits & 0x3ff, sign = bits & 0x8000 ? -1 : 1;
+    const double size = exponent == 31  ? (fraction ? std::nan("") : HUGE_VAL)
+                        : exponent == 0 ? std::ldexp(fraction, -24)
+                                        : std::ldexp(1024 + fraction, exponent - 25);
+    Half half[kLanes] = {};
+    half[3].bits = static_cast<uint16_t>(bits);
+    for (const double found : {double{Widen(half[3])}, double{Load(half)[3]}}) {
+      Expect(std::isnan(size) ? std::isnan(found) : found == sign * size, "float16 " + std::to_string(bits));
+    }
+  }
+}
+
+void Bytewise() {
+  std::mt19937 random(3);
+  float x[32];
+  int8_t bytes[32];
+  for (const float size : {1e-28f, 1.0f, 3e38f}) {
+    for (float& value : x) value = size * (static_cast<float>(random() % 20001) / 10000.0f - 1.0f);
+    const double scale = ToBytes(x, bytes);
+    for (int i = 0; i < 32; ++i) Near(scale * bytes[i], x[i], 0.5001 * scale, "byte", i);
+  }
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+    x[31] = bad;
+    Expect(std::isnan(ToBytes(x, bytes)), "what is not finite makes the scale NaN");
+    for (const int8_t byte : bytes) Expect(byte == 0, "and the bytes zero");
+  }
+  std::fill(x, x + 32, 1e-31f);
+  Expect(ToBytes(x, bytes) == 0 && bytes[0] == 0, "too small is zero");
+  // The largest products there are.
+  for (const int extreme : {-127, 127}) {
+    const Bytes w = Bytes{} + static_cast<int8_t>(kUnsigned ? 255 : -128);
+    const Ints sum = Dot(Ints{} + 5, w, Bytes{} + static_cast<int8_t>(extreme));
+    for (int64_t l = 0; l < kLanes; ++l) Expect(sum[l] == 5 + 4 * (kUnsigned ? 255 : -128) * extreme, "extreme bytes");
   }
 }
 
@@ -390,8 +561,11 @@ void AtOnce() {
     devices.emplace_back([device] {
       std::mt19937 random(device);
       for (int i = 0; i < 5; ++i) {
-        Products(random, 1 + device, 40, 95, kF32, kBF16, kF32);
-        Gates(random, 1 + device, 40, 33, kBF16, kBF16);
+        const int64_t M = 1 + device;
+        Products(random, M, 40, 95, Weight(random, 40, 95, kBF16), kF32, kF32);
+        Products(random, M, 40, 96, Weight(random, 40, 96, 4, 32, true, kF32), kF32, kF32);
+        Gates(random, M, 40, 33, Weight(random, 80, 33, kBF16), kBF16);
+        Turning(random, 2, 1, 2, 3, 16, 600, kF32, kBF16);
         Attention(random, {2, 1, 2, 3, 17, 600, 1, 0}, kF32, kBF16);
       }
     });
@@ -410,8 +584,17 @@ void Refusals() {
   Expect(Guard<Throws>::Run(1).message() == "shardstream: a reason", "an exception is an error");
   Expect(Guard<Throws>::Run(2).success(), "nothing thrown is no error");
   Array x(kF32, {2, 5}), w(kF32, {3, 6}), out(kF32, {2, 3}), bits(kU16, {3, 5});
-  Expect(MatMul(AsXla(), x.buffer(), w.buffer(), out.buffer()).failure(), "sizes that differ");
-  Expect(MatMul(AsXla(), x.buffer(), bits.buffer(), out.buffer()).failure(), "a weight of uint16");
+  ffi::ThreadPool pool = AsXla();
+  const auto refused = [&](std::vector<ffi::AnyBuffer> rest, int32_t arrays, int32_t group) {
+    return Multiply(pool, {x.buffer(), std::nullopt, 0.0f, std::move(rest), arrays, group}, out.buffer()).failure();
+  };
+  Expect(refused({w.buffer()}, 1, 0), "sizes that differ");
+  Expect(refused({bits.buffer()}, 1, 0), "a weight of uint16");
+  Array values(XLA_FFI_DataType_S8, {3, 5}), packed(XLA_FFI_DataType_U8, {3, 2}), scales(kF32, {3, 1}), two(kF32, {3, 2});
+  Expect(refused({values.buffer(), two.buffer()}, 2, 0), "two scales where there is one");
+  Expect(refused({values.buffer(), scales.buffer()}, 2, 16), "a group of 16");
+  Expect(refused({values.buffer(), scales.buffer(), bits.buffer()}, 3, 0), "offsets of uint16");
+  Expect(refused({packed.buffer(), scales.buffer()}, 2, 0), "4 bits in a row of 5");
 }
 
 void Shapes() {
@@ -420,12 +603,33 @@ void Shapes() {
            {1, 1}, {7, 8}, {9, 15}, {8, 16}, {17, 17}, {33, 9}, {16, 33}, {40, 95}, {3, 0}, {0, 3}}) {
     for (const int64_t M : {0, 1, 2, 3, 4, 5, 6, 7, 8, 15, 16}) {
       for (const auto wt : {kF32, kBF16}) {
-        Products(random, M, O, I, kF32, wt, M % 2 ? kF32 : kBF16);
-        Products(random, M, O, I, kBF16, wt, M % 3 ? kF32 : kBF16);
-        Gates(random, M, O, I, M % 2 ? kF32 : kBF16, wt);
+        Products(random, M, O, I, Weight(random, O, I, wt), kF32, M % 2 ? kF32 : kBF16);
+        Products(random, M, O, I, Weight(random, O, I, wt), kBF16, M % 3 ? kF32 : kBF16);
+        Gates(random, M, O, I, Weight(random, 2 * O, I, wt), M % 2 ? kF32 : kBF16);
       }
     }
   }
+  Products(random, 67, 17, 33, Weight(random, 17, 33, kBF16), kF32, kF32);
+  // Of 8 bits any number of columns goes; chunks are 64 of them, or 128 of 4 bits.
+  for (const auto& [O, I] : std::vector<std::pair<int64_t, int64_t>>{
+           {1, 1}, {9, 31}, {8, 32}, {17, 64}, {10, 65}, {8, 96}, {3, 128}, {9, 160}, {1, 576}, {3, 0}, {0, 32}}) {
+    for (const int64_t M : {0, 1, 2, 3, 5, 8}) {
+      const auto type = M % 3 == 0 ? kF16 : M % 3 == 1 ? kF32 : kBF16;
+      for (const int32_t group : {0, 32, 64, 128}) {
+        for (const int bits : {8, 4}) {
+          if (bits == 4 && I % 32) continue;
+          const bool offsets = (M + group / 32) % 2;
+          Products(random, M, O, I, Weight(random, O, I, bits, group, offsets, type), M % 2 ? kF32 : kBF16, kF32);
+        }
+      }
+      Gates(random, M, O, I, Weight(random, 2 * O, I, 8, 32, M % 2, type), kF32);
+    }
+  }
+  Products(random, 70, 17, 96, Weight(random, 17, 96, 4, 32, true, kF16), kF32, kF32);
+  Turning(random, 1, 1, 1, 1, 2, 1, kF32, kF32);
+  Turning(random, 3, 2, 2, 3, 16, 70, kF32, kU16);
+  Turning(random, 3, 1, 1, 4, 64, 600, kBF16, kBF16);
+  Turning(random, 2, 5, 3, 0, 6, 7, kBF16, kF32);
   const std::vector<AttentionCase> cases = {
       {1, 1, 1, 1, 1, 1, 1, 0},    {3, 1, 2, 3, 5, 65, 1, 0},     {3, 3, 1, 8, 16, 64, 1, 0},
       {2, 16, 1, 1, 17, 63, 3, 2}, {3, 2, 1, 3, 80, 600, 1, 0},   {2, 1, 1, 5, 96, 1100, 4, 3},
@@ -458,6 +662,8 @@ int main(int count, char**) {
     if (count == 1 && threads == 3) {
       Exponentials();
       Rounding();
+      Halves();
+      Bytewise();
       Refusals();
       Shapes();
     }
