@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
@@ -50,7 +51,7 @@ from sharding.self_check import check_mesh
 try:
     from serve.app import Service
     from serve.limits import Limits
-    from serve.server import bind, serve
+    from serve.server import SIGNALS, bind, serve
 except ImportError as error:  # the server's libraries are an extra
     raise SystemExit(f'error: {error}; install this project with its extra: pip install -e ".[serve]"') from None
 
@@ -193,6 +194,9 @@ def run(args: argparse.Namespace) -> None:
     )
     engine = Engine(decoder, _engine_options(args))
     if held is None:
+        # Who stops a job signals all of its processes: process 0 drains, and then ends the others.
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
         engine.follow()
         return
     limits = Limits(body_bytes=int(args.max_body_mib * MEBIBYTE), choices=args.max_choices)

@@ -113,7 +113,8 @@ def test_two_processes_say_what_one_says(tiny: Path) -> None:
         assert [ask(url, prompt).json()["choices"][0]["text"] for prompt in ("abc", "xyz")] == [
             solo(tiny, prompt) for prompt in ("abc", "xyz")
         ]
-        processes[0].send_signal(signal.SIGTERM)
+        for process in reversed(processes):  # as SLURM and Kubernetes do
+            process.send_signal(signal.SIGTERM)
         assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
 
 
