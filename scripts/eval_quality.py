@@ -3,7 +3,8 @@
     python -m scripts.eval_quality --model demo [--settings f32,bf16,int8,int4-g32,...] [--text FILE] [--json FILE]
 
 A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-symmetric: the matrices of every
-layer; stored: every matrix as the checkpoint has it), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus: int4-g32+int8-kv.
+layer; stored: every matrix as the checkpoint has it), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus:
+int4-g32+int8-kv.
 
 Quantised weights are widened to float32 first, so that all of them run through the one program that was compiled for
 float32, at its speed; the numbers that multiply are those that the quantised kernels read. Activations are float32,
@@ -60,8 +61,8 @@ top-1       share of these places where the likeliest token is the f32 model's""
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of keeping a model. dtype: of what is not quantised, and of activations. quantization: None keeps what the
-    checkpoint stores. cache: dtype of the KV cache."""
+    """One way of keeping a model. dtype: of what is not quantised, and of activations. quantization: None keeps what
+    the checkpoint stores. cache: dtype of the KV cache."""
 
     name: str
     dtype: str = "float32"
@@ -225,8 +226,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--settings",
         default=SETTINGS,
         metavar="A,B,...",
-        help="f32, bf16, int8, fp8, int4-gN, int4-gN-symmetric, stored, int8-kv, fp8-kv, bf16-kv, or weights+cache such as "
-        f"int4-g32+int8-kv (default {SETTINGS})",
+        help="f32, bf16, int8, fp8, int4-gN, int4-gN-symmetric, stored, int8-kv, fp8-kv, bf16-kv, or weights+cache "
+        f"such as int4-g32+int8-kv (default {SETTINGS})",
     )
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text to score instead of the one that is shipped")
     parser.add_argument(
