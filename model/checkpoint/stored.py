@@ -44,17 +44,18 @@ def stored_quantization(source: TensorSource, config: LlamaConfig) -> Quantizati
             parts = reader.parts(path)
             format = _joint(source, parts)
             formats[module] = format
-            if format is None or len(reader.stored_parts(path, format)) == len(parts):
-                continue
-            types = sorted({source.tensors[part.name].dtype for part in parts})
-            rounded[module] = f"{' and '.join(types)} to {format.name}"
+            types = " and ".join(sorted({source.tensors[part.name].dtype for part in parts}))
+            if format is None and any(source.kept_format(part.name) for part in parts):
+                rounded[module] = f"{types} to the dtype of what is not quantised"
+            elif format is not None and not reader.all_stored(path, format):
+                rounded[module] = f"{types} to {format.name}"
     if not any(formats.values()):
         raise QuantizationError(
             f"{source.path} keeps no matrix in fewer than 16 bits, so there is nothing to keep as it is stored; "
             "name a format such as int8 or int4"
         )
     for module, change in _by_pattern(rounded, config.num_layers).items():
-        _log.info("%s: %s is rounded from %s", source.path.name, module, change)
+        _log.info("%s: %s goes from %s", source.path.name, module, change)
     return Quantization(tuple(_by_pattern(formats, config.num_layers).items()))
 
 
