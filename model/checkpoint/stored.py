@@ -14,7 +14,7 @@ from model.checkpoint.source import QuantizedSource, TensorSource
 from model.checkpoint.table import Part
 from model.checkpoint.weights import WeightReader
 from model.config import LlamaConfig
-from model.quantize import Quantization, QuantizationError, WeightFormat
+from model.quantize import Kind, Quantization, QuantizationError, WeightFormat
 
 _log = logging.getLogger(__name__)
 _LAYER = re.compile(r"layers\.\d+\.(.+)")
@@ -65,7 +65,8 @@ def _joint(source: QuantizedSource, parts: Sequence[Part]) -> WeightFormat | Non
     formats = [format for format in kept if format is not None]
     if len(formats) < len(kept):
         return None
-    kind = next(kind for kind in ("int8", "fp8", "int4") if any(format.kind == kind for format in formats))
+    widest: tuple[Kind, ...] = ("int8", "fp8", "int4")
+    kind = next(kind for kind in widest if any(format.kind == kind for format in formats))
     alike = [format for format in formats if format.kind == kind]
     groups = [format.group for format in alike if format.group is not None]
     if not groups:
