@@ -3,7 +3,8 @@
     python -m scripts.eval_quality --model demo [--settings f32,bf16,int8,int4-g32,...] [--text FILE] [--json FILE]
 
 A setting is f32 or bf16, a weight format (int8, fp8, int4-g32, int4-g128, int4-g32-symmetric: the matrices of every
-layer), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus: int4-g32+int8-kv.
+layer; stored: every matrix as the checkpoint has it), or a cache (int8-kv, fp8-kv, bf16-kv), or both joined by a plus:
+int4-g32+int8-kv.
 
 Quantised weights are widened to float32 first, so that all of them run through the one program that was compiled for
 float32, at its speed; the numbers that multiply are those that the quantised kernels read. Activations are float32,
@@ -31,6 +32,7 @@ from model.quantize import WIDE, Quantization, WeightFormat
 from model.widen import widened
 from scripts._cli import (
     DTYPES,
+    STORED,
     UsageError,
     add_device_options,
     check_writable,
@@ -59,11 +61,12 @@ top-1       share of these places where the likeliest token is the f32 model's""
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of keeping a model. dtype: of what is not quantised, and of activations. cache: dtype of the KV cache."""
+    """One way of keeping a model. dtype: of what is not quantised, and of activations. quantization: None keeps what
+    the checkpoint stores. cache: dtype of the KV cache."""
 
     name: str
     dtype: str = "float32"
-    quantization: Quantization = WIDE
+    quantization: Quantization | None = WIDE
     cache: str | None = None
 
     @classmethod
@@ -76,6 +79,8 @@ class Setting:
             raise UsageError(f"setting {name!r}: {cache!r} is not a cache; known: {', '.join(_CACHES)}")
         if weights in DTYPES:
             return cls(name, DTYPES[weights], cache=_CACHES.get(cache))
+        if weights == STORED:
+            return cls(name, quantization=None, cache=_CACHES.get(cache))
         return cls(name, quantization=Quantization.layers(WeightFormat.parse(weights)), cache=_CACHES.get(cache))
 
 
@@ -134,9 +139,10 @@ class Evaluator:
 
     def load(self, setting: Setting) -> tuple[Mapping[Any, jax.Array], int]:
         """Parameters as the setting's program takes them, and the bytes that the setting keeps."""
-        kept = self.model.load_params(self.layout, setting.dtype, progress=False, quantization=setting.quantization)
+        quantization = self.model.stored_quantization() if setting.quantization is None else setting.quantization
+        kept = self.model.load_params(self.layout, setting.dtype, progress=False, quantization=quantization)
         size = sum(array.nbytes for array in kept.values())
-        return widened(kept, self.model.config, self.layout, setting.quantization), size
+        return widened(kept, self.model.config, self.layout, quantization), size
 
     def logits(self, params: Mapping[Any, jax.Array], dtype: str, cache: str | None = None) -> list[np.ndarray]:
         """Of every row, float32 [T, V]."""
@@ -220,8 +226,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--settings",
         default=SETTINGS,
         metavar="A,B,...",
-        help="f32, bf16, int8, fp8, int4-gN, int4-gN-symmetric, int8-kv, fp8-kv, bf16-kv, or weights+cache such as "
-        f"int4-g32+int8-kv (default {SETTINGS})",
+        help="f32, bf16, int8, fp8, int4-gN, int4-gN-symmetric, stored, int8-kv, fp8-kv, bf16-kv, or weights+cache "
+        f"such as int4-g32+int8-kv (default {SETTINGS})",
     )
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text to score instead of the one that is shipped")
     parser.add_argument(

@@ -6,7 +6,7 @@ integers, 8-bit floats, and packed 4-bit or 8-bit integers; everything else is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from model.checkpoint.safetensors import SafetensorsSource
 from model.checkpoint.source import TensorInfo
 from model.quantize import Quantized, WeightFormat, regroup, widen
 
-_METHODS: dict[str, type[Awq] | type[Gptq] | type[Compressed]] = {
+_METHODS: dict[str, Callable[[Path, Mapping[str, Any]], Packing]] = {
     "awq": Awq,
     "gptq": Gptq,
     "compressed-tensors": Compressed,

@@ -31,7 +31,7 @@ class Awq:
 
     name = "AWQ"
     mark = "qweight"
-    parts = ("qweight", "qzeros", "scales")
+    parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         expect(path, config, self.name, {"bits": (4,), "version": (None, "gemm", "GEMM"), "zero_point": (None, True)})

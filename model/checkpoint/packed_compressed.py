@@ -75,7 +75,14 @@ class Compressed:
         if group.get("input_activations"):
             _log.info("%s asks for quantised activations; they stay in the dtype of the model here", path)
         self.mark = "weight_packed" if self._packed else "weight"
-        self.parts = (self.mark, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale")
+        self.parts: tuple[str, ...] = (
+            self.mark,
+            "weight_scale",
+            "weight_shape",
+            "weight_zero_point",
+            "weight_g_idx",
+            "input_scale",
+        )
 
     def is_packed(self, base: str, stored: Mapping[str, TensorInfo]) -> bool:
         return self._packed or f"{base}.weight_scale" in stored

@@ -31,7 +31,7 @@ class Gptq:
 
     name = "GPTQ"
     mark = "qweight"
-    parts = ("qweight", "qzeros", "scales", "g_idx")
+    parts: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         allowed: dict[str, tuple[Any, ...]] = {

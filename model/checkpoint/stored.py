@@ -14,7 +14,7 @@ from model.checkpoint.source import QuantizedSource, TensorSource
 from model.checkpoint.table import Part
 from model.checkpoint.weights import WeightReader
 from model.config import LlamaConfig
-from model.quantize import Quantization, QuantizationError, WeightFormat
+from model.quantize import Kind, Quantization, QuantizationError, WeightFormat
 
 _log = logging.getLogger(__name__)
 _LAYER = re.compile(r"layers\.\d+\.(.+)")
@@ -44,17 +44,18 @@ def stored_quantization(source: TensorSource, config: LlamaConfig) -> Quantizati
             parts = reader.parts(path)
             format = _joint(source, parts)
             formats[module] = format
-            if format is None or len(reader.stored_parts(path, format)) == len(parts):
-                continue
-            types = sorted({source.tensors[part.name].dtype for part in parts})
-            rounded[module] = f"{' and '.join(types)} to {format.name}"
+            types = " and ".join(sorted({source.tensors[part.name].dtype for part in parts}))
+            if format is None and any(source.kept_format(part.name) for part in parts):
+                rounded[module] = f"{types} to the dtype of what is not quantised"
+            elif format is not None and not reader.all_stored(path, format):
+                rounded[module] = f"{types} to {format.name}"
     if not any(formats.values()):
         raise QuantizationError(
             f"{source.path} keeps no matrix in fewer than 16 bits, so there is nothing to keep as it is stored; "
             "name a format such as int8 or int4"
         )
     for module, change in _by_pattern(rounded, config.num_layers).items():
-        _log.info("%s: %s is rounded from %s", source.path.name, module, change)
+        _log.info("%s: %s goes from %s", source.path.name, module, change)
     return Quantization(tuple(_by_pattern(formats, config.num_layers).items()))
 
 
@@ -64,7 +65,8 @@ def _joint(source: QuantizedSource, parts: Sequence[Part]) -> WeightFormat | Non
     formats = [format for format in kept if format is not None]
     if len(formats) < len(kept):
         return None
-    kind = next(kind for kind in ("int8", "fp8", "int4") if any(format.kind == kind for format in formats))
+    widest: tuple[Kind, ...] = ("int8", "fp8", "int4")
+    kind = next(kind for kind in widest if any(format.kind == kind for format in formats))
     alike = [format for format in formats if format.kind == kind]
     groups = [format.group for format in alike if format.group is not None]
     if not groups:

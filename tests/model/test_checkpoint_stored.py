@@ -128,7 +128,8 @@ def test_mixed_parts_take_the_most_bits(tmp_path: Path, caplog: Any) -> None:
     path = write_gguf(tmp_path / "model.gguf", CONFIG, random_tensors(CONFIG), Kind.Q4_0, raw=raw, kinds=kinds)
     with caplog.at_level(logging.INFO):
         quantization = stored_quantization(GgufSource(path), CONFIG)
-    assert "layers.*attention.qkv is rounded from Q4_0 and Q8_0 to int8-g32" in caplog.text
+    assert "layers.*attention.qkv goes from Q4_0 and Q8_0 to int8-g32" in caplog.text
+    assert "layers.1.mlp.gate_up goes from F32 and Q4_0 to the dtype of what is not quantised" in caplog.text
     assert quantization.of("layers.0.attention.qkv") == WeightFormat("int8", 32)
     assert quantization.of("layers.1.mlp.gate_up") is None
     assert quantization.of("layers.0.mlp.gate_up") == WeightFormat("int4", 32)
@@ -147,7 +148,7 @@ def test_types_without_a_format_become_int8(kind: str, tmp_path: Path, caplog: A
     with caplog.at_level(logging.INFO):
         quantization = stored_quantization(source, CONFIG)
     assert quantization.of("head") == WeightFormat("int8", 32)
-    assert f"head is rounded from {kind} to int8-g32" in caplog.text
+    assert f"head goes from {kind} to int8-g32" in caplog.text
 
 
 def test_nothing_stored_in_few_bits(tmp_path: Path) -> None:
