@@ -90,9 +90,7 @@ def _bytes(r: Mapping[str, Any]) -> list[str]:
     lines = table(rows, right=range(1, 5))
     if r["written_back_bytes"]:
         told = si(r["written_back_bytes"], "B")
-        lines.append(
-            f"  {told} kept on chip for a while (parts of the cache) are written back whole"
-        )
+        lines.append(f"  {told} kept on chip for a while (parts of the cache) are written back whole")
     if r["ideal_s"]:
         lines.append(f"  the ideal takes {r['ideal_s'] * 1e3:.2f} ms at the datasheet's bandwidth")
     return lines

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.matmul.tpu_rows import tpu_rows
+from kernels.tpu_rows import tpu_rows
 
 STREAMED_ROWS = 8
 """On CPU, up to this many rows a bf16 product is a fused convert-multiply-reduce.

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.matmul.tpu_rows import tpu_rows
 from kernels.quantized import QuantizedWeight
+from kernels.tpu_rows import tpu_rows
 
 
 def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, platform: str) -> jax.Array:
