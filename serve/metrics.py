@@ -6,6 +6,7 @@ Times are from the moment that a request's headers arrived to the moment that a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -51,7 +52,7 @@ class Metrics:
         self._ttft_slo_s, self._tpot_slo_s = ttft_slo_s, tpot_slo_s
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats))
-        make = {"namespace": PREFIX, "registry": self._registry}
+        make: dict[str, Any] = {"namespace": PREFIX, "registry": self._registry}
         self._ttft = Histogram("time_to_first_token_seconds", "TTFT of a sequence", buckets=_TTFT_S, **make)
         self._tpot = Histogram(
             "time_per_output_token_seconds",

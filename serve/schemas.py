@@ -69,8 +69,8 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False  # padding of chunks against who counts their bytes
 
 
-def _finite(**bounds: float) -> Any:
-    return Field(allow_inf_nan=False, **bounds)
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
 
 
 class GenerationRequest(_Strict):
@@ -83,13 +83,13 @@ class GenerationRequest(_Strict):
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    temperature: Annotated[float, _finite()] = 1.0
-    top_p: Annotated[float, _finite()] = 1.0
-    logit_bias: dict[str, Annotated[float, _finite(ge=-100, le=100)]] = Field(default_factory=dict)
+    temperature: Finite = 1.0
+    top_p: Finite = 1.0
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     # Beyond OpenAI's, as vLLM names them.
     top_k: int = Field(0, ge=-1)
-    min_p: Annotated[float, _finite()] = 0.0
-    repetition_penalty: Annotated[float, _finite()] = 1.0
+    min_p: Finite = 0.0
+    repetition_penalty: Finite = 1.0
     ignore_eos: bool = False
 
     @model_validator(mode="before")
