@@ -138,12 +138,6 @@ class DraftModel:
                 platform=self.layout.platform,
                 implementation=programs.kernels,
             )
-                hidden,
-                head,
-                out_dtype=jnp.dtype(jnp.float32),
-                platform=self.layout.platform,
-                implementation=programs.kernels,
-            )
             valid = ids >= 0
         else:
             logits = model.logits(hidden)
