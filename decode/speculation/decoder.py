@@ -276,7 +276,10 @@ class SpeculativeDecoder:
     def _place_rows(self, rows: Rows) -> Rows:
         *each, seen = rows
         placed = [self._put(np.asarray(one), BATCH) for one in each]
-        return Rows(placed[0], placed[1], placed[2], placed[3], None if seen is None else self._put(seen, SEEN))
+        return Rows(placed[0], placed[1], placed[2], placed[3], self._seen(seen))
+
+    def _seen(self, seen: jax.Array | None) -> jax.Array | None:
+        return None if seen is None else self._put(np.asarray(seen), SEEN)
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
         return self.decoder._put(value, axes)
