@@ -34,7 +34,7 @@ def quantized_matmul(
         platform: the platform the program is compiled for: "cpu", "gpu" or "tpu".
         out_dtype: dtype of the result; ``None`` keeps x's.
         implementation: one of ``IMPLEMENTATIONS``; ``None`` picks the platform's best: on CPU "cpu_native", which
-            rounds x to 8 bits, for weights in int8 and packed int4 where it can be built; on TPU and GPU what
+            takes x in two bytes a value, for weights in int8 and packed int4 where it can be built; on TPU and GPU what
             ``table`` says.
         add: [..., O], added in float32 before the result is rounded.
 

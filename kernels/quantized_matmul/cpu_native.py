@@ -1,8 +1,9 @@
-"""The product in C++, at memory speed: rows of x are rounded to 8 bits first, 32 values to a scale.
+"""The product in C++, at memory speed: rows of x are brought to two bytes a value first, 32 values to a scale.
 
 That makes products of bytes, which the CPU adds up four at a time; integer sums are exact. A value of x is off by at
-most 1/254 of the largest magnitude in its block of 32, so a result by at most that times the sum of the weights'
-magnitudes; measured on normal numbers the error is 0.6 % of the result's own deviation. llama.cpp does the same.
+most 1/64516 of the largest magnitude in its block of 32, so a result by at most that times the sum of the weights'
+magnitudes. One byte a value (1/254) is what llama.cpp takes; on the demo model in int4 it changed the first word of an
+answer, where this differs from float32 activations by 3e-4 in a log-probability.
 A block of x that has a NaN or an infinity makes its row NaN.
 """
 

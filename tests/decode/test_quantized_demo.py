@@ -15,11 +15,8 @@ from tests.decode.running import demo_model, run
 
 @pytest.mark.parametrize("name", ["int8", "int4", "stored"])
 def test_the_capital_of_france(name: str) -> None:
-    """Greedily: a whole sentence, and then the end of the turn.
-
-    With XLA's products, whose activations are float32: the first token is a near tie (its probability is 0.15), which
-    the native products, whose activations have 8 bits, tip to another answer in int4.
-    """
+    """Greedily: a whole sentence, and then the end of the turn. The first token is a near tie: its probability is 0.15.
+    Activations rounded to one byte a value tip it to another answer in int4."""
     model = demo_model()
     assert model.source is not None
     if name == "stored":
@@ -28,7 +25,7 @@ def test_the_capital_of_france(name: str) -> None:
         quantization = Quantization.layers(WeightFormat.parse(name))
     layout = Layout(make_mesh(1, model.config.num_kv_heads))
     params = model.load_params(layout, "float32", progress=False, quantization=quantization)
-    decoder = Decoder(model.config, params, layout, "float32", quantization=quantization, kernels="xla")
+    decoder = Decoder(model.config, params, layout, "float32", quantization=quantization)
     tokenizer = model.load_tokenizer()
     prompt = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
     (row,) = run(decoder, [prompt], 12, stop_token_ids=model.config.eos_token_ids)

@@ -16,7 +16,7 @@ from kernels import native
 from kernels.normed_gate import normed_gate
 from kernels.normed_matmul import normed_matmul
 from kernels.quantized import QuantizedWeight, pack
-from kernels.quantized_matmul import IMPLEMENTATIONS, quantized_matmul
+from kernels.quantized_matmul import quantized_matmul
 from kernels.select import KernelError
 from tests.kernels.native_results import NATIVE
 
@@ -57,10 +57,10 @@ def wide(weight: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error(x: np.ndarray, weight: QuantizedWeight) -> np.ndarray:
-    """Half a step of 1/127 of a block's largest magnitude a value, and float32 sums of 16 lanes."""
+    """Half a step of 1/127/254 of a block's largest magnitude a value, and float32 sums of 16 lanes."""
     short = -x.shape[1] % BLOCK
     blocks = np.pad(np.abs(x), ((0, 0), (0, short))).reshape(len(x), -1, BLOCK)
-    steps = np.repeat(blocks.max(-1) / 127, BLOCK, axis=1)[:, : x.shape[1]]
+    steps = np.repeat(blocks.max(-1) / (127 * 254), BLOCK, axis=1)[:, : x.shape[1]]
     both, scaled = wide(weight)
     size = np.abs(x) @ np.abs(scaled).T + np.abs(x) @ np.abs(both - scaled).T
     roundings = (x.shape[1] // 16 + 40) * 2**-24
@@ -115,7 +115,7 @@ def test_eight_bits_take_any_number_of_columns(inner: int) -> None:
         assert (np.abs(found - x.astype(np.float64) @ wide(w)[0].T) <= error(x.astype(np.float64), w)).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", "reference", "cpu_native"])
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 64), (4, 32)])
 def test_every_implementation_computes_the_same(implementation: str, bits: int, group: int | None) -> None:
     """The others keep x as it is: only native's bound has the step of its bytes."""
@@ -132,13 +132,13 @@ def test_every_implementation_computes_the_same(implementation: str, bits: int, 
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_bytes_of_activations_cost_less_than_one_in_a_hundred(bits: int) -> None:
-    """The stated accuracy cost: on normal numbers the error's deviation is 0.6 % of the result's own."""
+def test_bytes_of_activations_cost_less_than_one_in_ten_thousand(bits: int) -> None:
+    """The stated accuracy cost: on normal numbers the error's deviation is 2.4e-5 of the result's own."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((16, 1024)), weight(rng, 64, 1024, bits, 32, False, jnp.float32)
     expected = x @ wide(w)[0].T
     found = np.asarray(product(jnp.asarray(x, F32), w, None, F32, "cpu_native"))
-    assert 0.003 < np.std(found - expected) / np.std(expected) < 0.008
+    assert 1e-5 < np.std(found - expected) / np.std(expected) < 4e-5
 
 
 def test_many_rows() -> None:

@@ -1,5 +1,7 @@
-// Products with weights of 8 and 4 bits. A row of activations is brought to 8 bits first, a block of 32 values to a
+// Products with weights of 8 and 4 bits. A row of activations is brought to bytes first, a block of 32 values to a
 // scale, so that products are of bytes and their sums exact; the scales of both sides join a block's sum in float32.
+// One byte a value is not enough: on a small model it changes what is said. A second one holds what rounding to the
+// first left over, and costs nothing where memory is what is waited for.
 #pragma once
 
 #include <algorithm>
@@ -27,10 +29,13 @@ constexpr int64_t kBlocks = kChunk<kBits> / kScaled;
 // (the low nibbles) come before their second ones. So lane l of a sum belongs to block l * blocks / 16.
 template <int kBits>
 struct alignas(64) Chunk {
-  int8_t values[8 / kBits][kBytes];
-  int32_t start[kLanes];  // what a sum begins with: minus what the weights' offset adds to it
-  float scales[kLanes];   // of the lane's block
+  int8_t values[2][8 / kBits][kBytes];  // a value is scale * (first + second / kFiner)
+  int32_t start[2][kLanes];             // what a sum begins with: minus what the weights' offset adds to it
+  float scales[kLanes];                 // of the lane's block
 };
+
+// Steps of a second byte in one of the first: half a step is 127 of them.
+constexpr float kFiner = 254;
 
 // What makes bytes unsigned, and the nibbles' own zero.
 template <int kBits>
@@ -42,9 +47,9 @@ inline uint32_t Largest(Words x) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// 32 floats to bytes within -127 and 127, and the scale: a value is off by at most half of it. What is not finite makes
-// the scale NaN; a block below 1e-30 is zeros.
-inline float ToBytes(const float* x, int8_t* out) {
+// 32 floats to two bytes each, within -127 and 127, and the scale: a value is off by at most half a step of the second.
+// What is not finite makes the scale NaN; a block below 1e-30 is zeros.
+inline float ToBytes(const float* x, int8_t* first, int8_t* second) {
   typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
   const Floats parts[2] = {Load(x), Load(x + kLanes)};
   const Words sizes[2] = {(Words)parts[0] & 0x7fffffff, (Words)parts[1] & 0x7fffffff};
@@ -55,8 +60,10 @@ inline float ToBytes(const float* x, int8_t* out) {
   const float inverse = finite && !zero ? 127.0f / largest : 0.0f;
   const Floats magic = Splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
   for (int part = 0; part < 2; ++part) {
-    const Floats sum = (finite ? parts[part] * inverse : Floats{}) + magic;
-    *reinterpret_cast<Sixteen*>(out + part * kLanes) = __builtin_convertvector((Ints)sum - 0x4b400000, Sixteen);
+    const Floats scaled = finite ? parts[part] * inverse : Floats{}, sum = scaled + magic;
+    const Floats rest = (scaled - (sum - magic)) * kFiner + magic;
+    *reinterpret_cast<Sixteen*>(first + part * kLanes) = __builtin_convertvector((Ints)sum - 0x4b400000, Sixteen);
+    *reinterpret_cast<Sixteen*>(second + part * kLanes) = __builtin_convertvector((Ints)rest - 0x4b400000, Sixteen);
   }
   return !finite ? std::numeric_limits<float>::quiet_NaN() : zero ? 0.0f : largest / 127.0f;
 }
@@ -102,24 +109,30 @@ struct Activations {
   static void SetChunk(Chunk<kBits>& chunk, const float* x) {
     constexpr int64_t kPer = kLanes / kBlocks<kBits>;  // lanes a block
     for (int64_t b = 0; b < kBlocks<kBits>; ++b) {
-      int8_t block[kScaled];
-      const float scale = ToBytes(x + b * kScaled, block);
+      int8_t bytes[2][kScaled];
+      const float scale = ToBytes(x + b * kScaled, bytes[0], bytes[1]);
       std::fill(chunk.scales + b * kPer, chunk.scales + (b + 1) * kPer, scale);
-      if constexpr (kBits == 8) {
-        std::copy(block, block + kScaled, chunk.values[0] + b * kScaled);
-      } else {
-        std::copy(block, block + kScaled / 2, chunk.values[0] + b * kScaled / 2);
-        std::copy(block + kScaled / 2, block + kScaled, chunk.values[1] + b * kScaled / 2);
+      for (int which = 0; which < 2; ++which) {
+        const int8_t* block = bytes[which];
+        auto& values = chunk.values[which];
+        if constexpr (kBits == 8) {
+          std::copy(block, block + kScaled, values[0] + b * kScaled);
+        } else {
+          std::copy(block, block + kScaled / 2, values[0] + b * kScaled / 2);
+          std::copy(block + kScaled / 2, block + kScaled, values[1] + b * kScaled / 2);
+        }
       }
     }
-    Ints sums = {};
-    if (kUnsigned) {
-      for (const auto& part : chunk.values) {
-        sums = Dot(sums, Bytes{} + static_cast<int8_t>(kZero<kBits>), LoadBytes(part));
+    for (int which = 0; which < 2; ++which) {
+      Ints sums = {};
+      if (kUnsigned) {
+        for (const auto& part : chunk.values[which]) {
+          sums = Dot(sums, Bytes{} + static_cast<int8_t>(kZero<kBits>), LoadBytes(part));
+        }
       }
+      const Ints start = -sums;
+      std::memcpy(chunk.start[which], &start, sizeof start);
     }
-    const Ints start = -sums;
-    std::memcpy(chunk.start, &start, sizeof start);
   }
 };
 
@@ -251,11 +264,17 @@ inline void Tile(const Quantized<kBits, kGrouped>& w, int64_t row, const float* 
       if (kGrouped) scale = Spread<kBlocks<kBits>>(scales + r * blocks + c * kBlocks<kBits>);
       for (int k = 0; k < M; ++k) {
         const Chunk<kBits>& chunk = chunks[k * x.chunks + c];
-        Ints sum = {};
-        if (kUnsigned) std::memcpy(&sum, chunk.start, sizeof sum);
-        for (int part = 0; part < 8 / kBits; ++part) sum = Dot(sum, parts[part], LoadBytes(chunk.values[part]));
+        Ints both[2] = {};
+        for (int which = 0; which < 2; ++which) {
+          Ints& sum = both[which];
+          if (kUnsigned) std::memcpy(&sum, chunk.start[which], sizeof sum);
+          for (int part = 0; part < 8 / kBits; ++part) {
+            sum = Dot(sum, parts[part], LoadBytes(chunk.values[which][part]));
+          }
+        }
         const Floats factor = kGrouped ? scale * Load(chunk.scales) : Load(chunk.scales);
-        sums[r][k] += __builtin_convertvector(sum, Floats) * factor;
+        const Floats first = __builtin_convertvector(both[0], Floats), second = __builtin_convertvector(both[1], Floats);
+        sums[r][k] += (first + second * (1 / kFiner)) * factor;
       }
     }
   };

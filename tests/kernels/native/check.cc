@@ -451,19 +451,22 @@ void Halves() {
 void Bytewise() {
   std::mt19937 random(3);
   float x[32];
-  int8_t bytes[32];
+  int8_t bytes[32], finer[32];
   for (const float size : {1e-28f, 1.0f, 3e38f}) {
     for (float& value : x) value = size * (static_cast<float>(random() % 20001) / 10000.0f - 1.0f);
-    const double scale = ToBytes(x, bytes);
-    for (int i = 0; i < 32; ++i) Near(scale * bytes[i], x[i], 0.5001 * scale, "byte", i);
+    const double scale = ToBytes(x, bytes, finer);
+    for (int i = 0; i < 32; ++i) {
+      Near(scale * bytes[i], x[i], 0.5001 * scale, "byte", i);
+      Near(scale * (bytes[i] + finer[i] / 254.0), x[i], 0.5001 / 254 * scale + 1e-7 * std::fabs(x[i]), "both bytes", i);
+    }
   }
   for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
     x[31] = bad;
-    Expect(std::isnan(ToBytes(x, bytes)), "what is not finite makes the scale NaN");
+    Expect(std::isnan(ToBytes(x, bytes, finer)), "what is not finite makes the scale NaN");
     for (const int8_t byte : bytes) Expect(byte == 0, "and the bytes zero");
   }
   std::fill(x, x + 32, 1e-31f);
-  Expect(ToBytes(x, bytes) == 0 && bytes[0] == 0, "too small is zero");
+  Expect(ToBytes(x, bytes, finer) == 0 && bytes[0] == 0 && finer[0] == 0, "too small is zero");
   // The largest products there are.
   for (const int extreme : {-127, 127}) {
     const Bytes w = Bytes{} + static_cast<int8_t>(kUnsigned ? 255 : -128);
