@@ -25,6 +25,7 @@ from roofline.chips import CHIPS
 from roofline.dtypes import DType
 from roofline.footprint import decode_work, kv_scale_bytes_per_device
 from roofline.step_collectives import step_collectives
+from scripts._scaling import priced_as
 from sharding.aot import Target
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.hlo import collective_of
@@ -251,7 +252,11 @@ def _collectives(program: Program, trips: Any, case: CompileCase) -> dict[str, A
     design: dict[str, Counter[str]] = {}
     tokens = 1 if case.program == "decode" else piece(case, Layout(case.target.mesh(case.tp, case.config.num_kv_heads)))
     model = Case(
-        case.config, tp=case.tp, batch=case.batch, context=case.context, collective=case.collectives.collective
+        case.config,
+        tp=case.tp,
+        batch=case.batch,
+        context=case.context,
+        collective=priced_as(case.collectives.collective),
     )
     for call in step_collectives(model, tokens):
         own = design.setdefault(call.op.replace("_", "-"), Counter())

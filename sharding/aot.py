@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -126,7 +127,7 @@ def target(name: str) -> Target:
     if missing:
         raise TargetError(missing)
     topology = _tpu_topology(name, chip, shape) if kind.topology else _gpu_topology(name, kind, shape[0])
-    devices = list(topology.devices)
+    devices: list[Any] = list(topology.devices)
     return Target(name, chip, devices[0].platform, devices, kind.memory_bytes)
 
 

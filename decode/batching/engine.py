@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -188,8 +188,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, cheap enough for every scrape."""
-        names = ("submitted", "completed", "cancelled", "refused", "failed", "preemptions", "prompt_tokens")
-        names += ("cached_tokens", "generated_tokens", "goodput_requests", "steps", "decode_steps")
+        names: tuple[str, ...] = ("submitted", "completed", "cancelled", "refused", "failed", "preemptions")
+        names += ("prompt_tokens", "cached_tokens", "generated_tokens", "goodput_requests", "steps", "decode_steps")
+        averages: dict[str, Any] = dict(self._averages)
         with self._changed:
             scheduler, pool = self._scheduler, self._scheduler.pool
             return EngineStats(
@@ -200,7 +201,7 @@ class Engine:
                 pages_total=pool.total,
                 predicted_s=self._fit.model.terms(*self._newest),
                 **{name: scheduler.counts[name] for name in names},
-                **self._averages,
+                **averages,
             )
 
     def drain(self, timeout_s: float | None = None) -> bool:

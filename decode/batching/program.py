@@ -124,10 +124,9 @@ def sampler_words(job: Job) -> np.ndarray:
     return np.array([asks, floats[0], values.top_k, *floats[1:], *seed], np.int32)
 
 
-def step(
-    programs: Programs, shape: Packing
-) -> Callable[[list[jax.Array], KVCache, jax.Array, jax.Array, jax.Array, jax.Array], Any]:
-    """(params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen); the three it returns are donated."""
+def step(programs: Programs, shape: Packing) -> Any:
+    """A jitted (params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen); the three that it takes and
+    returns are donated."""
     graph = programs.graph if shape.C else programs.decode_graph
     collectives = programs.collectives
     platform = programs.layout.platform
@@ -168,7 +167,7 @@ def step(
         token = token.at[slots].set(got.token, mode="drop")
         return paged.cache, token, seen, Chosen(words, top)
 
-    everywhere = PartitionSpec()
+    everywhere: Any = PartitionSpec()
     split = programs.layout.spec(SEEN)
     return programs._jit(
         run,

@@ -140,7 +140,8 @@ class Runner:
                 slot, seen, bias = call
                 self.set_slot(slot, seen, dict(bias))
                 continue
-            sent.append(self.step(*call, np.frombuffer(vector, np.int32)))
+            rows, tokens = call
+            sent.append(self.step(rows, tokens, np.frombuffer(vector, np.int32)))
             if len(sent) > FOLLOWED:
                 jax.block_until_ready(sent.popleft())
 

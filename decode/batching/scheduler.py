@@ -194,7 +194,7 @@ class Scheduler:
 
     def _pieces(self, room: int, rows: int) -> list[Piece]:
         """More of the prompts that are under way, oldest first."""
-        pieces = []
+        pieces: list[Piece] = []
         for job in self.running:
             if job.left <= 1 or rows + len(pieces) >= self.shapes.mixed_rows[-1]:
                 continue

@@ -28,7 +28,7 @@ from model.llama import Llama
 from model.training.draft import SHARED
 from model.training.full_sequence import FullSequence
 from sharding.collectives import all_reduce_max, all_reduce_sum, tensor_index
-from sharding.layout import Layout
+from sharding.layout import Layout, LogicalAxis
 from sharding.mesh import DATA
 
 Params = Mapping[Path, jax.Array]
@@ -177,7 +177,7 @@ class Distiller:
         return lax.stop_gradient(teacher), draft
 
     def _product(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        form = {"platform": self.layout.platform, "implementation": "xla"}
+        form: dict[str, Any] = {"platform": self.layout.platform, "implementation": "xla"}
         return matmul(x.astype(self.dtype), head.astype(self.dtype), out_dtype=jnp.dtype(jnp.float32), **form)
 
     def _run_teacher(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -188,7 +188,7 @@ class Distiller:
     def _model(self, config: LlamaConfig) -> Llama:
         return Llama(config, self.dtype, platform=self.layout.platform, matmul="xla", attention="xla")
 
-    def _specs(self, config: LlamaConfig) -> dict[Path, tuple[str | None, ...]]:
+    def _specs(self, config: LlamaConfig) -> dict[Path, tuple[LogicalAxis, ...]]:
         return {path: leaf.axes for path, leaf in abstract_leaves(config, "unrolled").items()}
 
     def _loss_specs(self) -> tuple[Any, ...]:
