@@ -30,9 +30,9 @@ class Samples:
     case: the model and its load at this count. weight_bytes, kv_bytes: what one device reads in a step.
     steps: seconds of one step, a sample each. removed: the same without its collectives (none on one device).
     alone: seconds of the collectives of one step in a chain of their own (none on one device).
-    met, bare: seconds of equal reads with devices meeting after each, and without (none on one device).
     reads: bytes/s that one device read while all read, in the same rounds.
     cpu_per_s: CPU seconds that the steps took in a second, on a CPU.
+    met, bare: seconds of equal reads with devices meeting after each, and without (none on one device).
     """
 
     case: Case
@@ -41,10 +41,10 @@ class Samples:
     steps: list[float] = field(default_factory=list)
     removed: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
-    met: list[float] = field(default_factory=list)
-    bare: list[float] = field(default_factory=list)
     reads: list[float] = field(default_factory=list)
     cpu_per_s: float | None = None
+    met: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
 
     @property
     def bytes(self) -> float:

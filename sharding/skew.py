@@ -21,7 +21,7 @@ from sharding.collective_chain import Meeting
 from sharding.mesh import place_on_mesh
 
 BUFFERS = 8
-ROUNDS = 4
+ROUNDS = 2
 READS = BUFFERS * ROUNDS
 """Equal reads in one sample. Those of a round are of buffers of their own, so that none is found in a cache."""
 

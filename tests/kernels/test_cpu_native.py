@@ -460,7 +460,9 @@ REFUSED = [
 def test_what_is_not_taken_is_refused_by_name_and_left_to_xla_by_default(call: Any, how: Any, reason: str) -> None:
     with pytest.raises(KernelError, match=reason):
         call(**how)
-    assert "ffi_call" not in str(jax.make_jaxpr(lambda: call(implementation=None, **how))())
+    # The product after a norm that XLA computes is a product of its own, which native takes.
+    native = "shardstream_normed" if call is run_normed else "ffi_call"
+    assert native not in str(jax.make_jaxpr(lambda: call(implementation=None, **how))())
 
 
 @pytest.mark.parametrize("call", [run_product, run_normed, run_attention])
