@@ -215,7 +215,8 @@ def _ideal_bytes(case: CompileCase) -> dict[str, int]:
     dtype: str | DType = "bf16"
     if case.format is not None:
         bits = {"int8": 8, "fp8": 8, "int4": 4}[case.format.kind]
-        dtype = DType(case.format.name, bits, 32 if case.format.group is None else 16, case.format.group)
+        beside = (32 if case.format.group is None else 16) * (2 if case.format.offsets else 1)  # scale, offset
+        dtype = DType(case.format.name, bits, beside, case.format.group)
     work = decode_work(
         case.config,
         case.context,
