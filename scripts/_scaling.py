@@ -32,7 +32,8 @@ class Samples:
     alone: seconds of the collectives of one step in a chain of their own (none on one device).
     reads: bytes/s that one device read while all read, in the same rounds.
     cpu_per_s: CPU seconds that the steps took in a second, on a CPU.
-    met, bare: seconds of equal reads with devices meeting after each, and without (none on one device).
+    met, bare: seconds of equal reads, with devices meeting after each (none on one device) and without.
+    probe_bytes: what one device read in each of these.
     """
 
     case: Case
@@ -45,6 +46,7 @@ class Samples:
     cpu_per_s: float | None = None
     met: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
+    probe_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -54,6 +56,11 @@ class Samples:
     def limit(self) -> float:
         """Bytes/s that one device was seen to reach: the best read, or a step that read faster (out of a cache)."""
         return max(*self.reads, self.bytes / min(self.steps + self.removed))
+
+    @property
+    def typical(self) -> float | None:
+        """Bytes/s of one device in a typical moment, where equal reads were timed."""
+        return self.probe_bytes / statistics.median(self.bare) if self.bare else None
 
     @property
     def measured_s(self) -> float:
@@ -131,11 +138,19 @@ def predict(
     if 1 not in measured:
         return {}, None
 
-    chips = {tp: read_chip(one.limit, flops(tp)) for tp, one in measured.items()}
     base = measured[1]
+    chips = {tp: read_chip(_bandwidth(base, one), flops(tp)) for tp, one in measured.items()}
     efficiency = fit([Measurement(base.case, base.measured_s * 1e3)], chips[1], prior, constants).efficiency(base.case)
     at = {tp: replace(efficiency, skew=constants.skew.get(tp, 0.0)) for tp in measured}
     return {tp: tpot(one.case, chips[tp], at[tp], constants).total for tp, one in measured.items()}, efficiency
+
+
+def _bandwidth(base: Samples, one: Samples) -> float:
+    """Bytes/s of one device at a count: the limit on one device, by how much slower a device typically reads while so
+    many do. A limit is a best moment, and at each count another share of the moments are as good."""
+    if base.typical is None or one.typical is None:
+        return one.limit
+    return base.limit * one.typical / base.typical
 
 
 def read_chip(bytes_per_s: float, flops_per_s: float) -> Chip:

@@ -163,9 +163,9 @@ class Count:
     samples: Samples
     cores: Set[int] | None
     step: Chain
+    skew: SkewProbe
     removed: Chain | None = None
     alone: CollectiveChain | None = None
-    skew: SkewProbe | None = None
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -293,12 +293,14 @@ def _build(
     samples = Samples(case, moved.weights, moved.cache)
     step = Chain(decoder, args.batch, args.context, args.steps)
     cores = _own_cores(_devices_here(layout)) if args.threads_per_device else None
+    skew = SkewProbe(layout.mesh)
+    samples.probe_bytes = skew.bytes_per_device
     if layout.tp == 1:
-        return Count(layout, decoder, samples, cores, step)
+        return Count(layout, decoder, samples, cores, step, skew)
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
     removed = Chain(bare, args.batch, args.context, args.steps)
     alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
-    return Count(layout, decoder, samples, cores, step, removed, alone, SkewProbe(layout.mesh))
+    return Count(layout, decoder, samples, cores, step, skew, removed, alone)
 
 
 def _devices_here(layout: Layout) -> int:
@@ -324,11 +326,9 @@ def _time(counts: Sequence[Count], rounds: int) -> None:
             alone = functools.partial(count.alone.sample, count.removed.steps)
             samplers += [_Clock(sample, count.cores).sample for sample in (count.removed.sample, alone)]
             taken += [count.samples.removed, count.samples.alone]
-        if count.skew is not None:
-            samplers += [
-                _Clock(functools.partial(count.skew.seconds, meet), count.cores).sample for meet in (True, False)
-            ]
-            taken += [count.samples.met, count.samples.bare]
+        for meet in (True, False) if count.layout.tp > 1 else (False,):
+            samplers.append(_Clock(functools.partial(count.skew.seconds, meet), count.cores).sample)
+            taken.append(count.samples.met if meet else count.samples.bare)
     probes = {count.layout.tp: _Probe(count.layout.mesh, count.cores) for count in counts}
     found, reads = take_turns(samplers, probes, rounds)
     for target, samples in zip(taken, found, strict=True):

@@ -31,12 +31,15 @@ class SkewProbe:
 
     Args:
         total_bytes: of all buffers over all devices; by default those of ``sharding.bandwidth.ReadProbe``.
+
+    ``bytes_per_device`` is what one device reads in a sample.
     """
 
     def __init__(self, mesh: Mesh, *, total_bytes: int | None = None):
         devices = mesh.devices.size
         total = buffer_bytes(mesh) if total_bytes is None else total_bytes
         rows = max(1, total // (4 * COLUMNS * devices * BUFFERS)) * devices
+        self.bytes_per_device = rows // devices * COLUMNS * 4 * READS
         split = PartitionSpec(mesh.axis_names)
         sharding = NamedSharding(mesh, split)
         make = jax.jit(
