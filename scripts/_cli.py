@@ -180,6 +180,19 @@ def add_kv_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGrou
     )
 
 
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """What a command that runs a model says of where, and of how weights and cache are kept."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
+    add_device_options(machine)
+    add_collective_option(machine)
+    add_kernels_option(machine)
+    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32; of what is not quantised")
+    add_quant_options(machine)
+    add_kv_dtype_option(machine)
+    machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
+
+
 def chosen_kv_dtype(kv_dtype: str | None) -> str | None:
     """``--kv-dtype`` as ``Decoder`` takes it."""
     return None if kv_dtype is None else KV_DTYPES[kv_dtype]

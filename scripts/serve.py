@@ -26,11 +26,7 @@ from model.checkpoint.resolve import ACCEPTED, open_model
 from scripts._cli import (
     DTYPES,
     UsageError,
-    add_collective_option,
-    add_device_options,
-    add_kernels_option,
-    add_kv_dtype_option,
-    add_quant_options,
+    add_machine_options,
     asked_quantization,
     chosen_collectives,
     chosen_kernels,
@@ -138,16 +134,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"sequences it makes, prompts times n (default {bounds.choices})",
     )
 
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
-    add_device_options(machine)
-    add_collective_option(machine)
-    add_kernels_option(machine)
-    machine.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32; of what is not quantised")
-    add_quant_options(machine)
-    add_kv_dtype_option(machine)
-    machine.add_argument("--layers", choices=("unrolled", "scan"), default="unrolled", help="scan compiles faster")
-
+    add_machine_options(parser)
     add_process_options(parser)
     parser.add_argument("--quiet", action="store_true", help="print the address alone")
     return parser.parse_args(argv)
