@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from model.config import LlamaConfig
 from roofline.case import Case
 from roofline.chips import CHIPS, Chip
 from roofline.collectives import Interconnect, Measured, SumForm
@@ -32,8 +33,9 @@ class Samples:
     alone: seconds of the collectives of one step in a chain of their own (none on one device).
     reads: bytes/s that one device read while all read, in the same rounds.
     cpu_per_s: CPU seconds that the steps took in a second, on a CPU.
-    met, bare: seconds of equal reads, with devices meeting after each (none on one device) and without.
-    probe_bytes: what one device read in each of these.
+    met, bare: seconds of one of equal reads, with devices meeting after each (none on one device) and without, in
+        samples as long as those of the steps.
+    read_bytes: what one device read in each of these.
     """
 
     case: Case
@@ -46,7 +48,7 @@ class Samples:
     cpu_per_s: float | None = None
     met: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
-    probe_bytes: float = 0.0
+    read_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -60,7 +62,7 @@ class Samples:
     @property
     def typical(self) -> float | None:
         """Bytes/s of one device in a typical moment, where equal reads were timed."""
-        return self.probe_bytes / statistics.median(self.bare) if self.bare else None
+        return self.read_bytes / statistics.median(self.bare) if self.bare else None
 
     @property
     def measured_s(self) -> float:
@@ -126,31 +128,65 @@ def verdict(measured: Mapping[int, Samples], cores: int | None) -> Verdict:
     return found
 
 
+def deepened(config: LlamaConfig) -> LlamaConfig:
+    """Twice as many layers of about half the width: as many bytes a step, and twice the overhead of layers.
+
+    What a device does at tp = 2 in a layer, done by one device alone. Beside the model itself it tells how much of a
+    layer's time is not for its bytes, which one row cannot.
+    """
+    kv_heads = -(-config.num_kv_heads // 2)
+    return replace(
+        config,
+        num_layers=2 * config.num_layers,
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * config.group_size,
+        intermediate_size=-(-config.intermediate_size // 2),
+    )
+
+
 def predict(
-    measured: Mapping[int, Samples], constants: Measured, flops: Callable[[int], float], prior: Efficiency | None = None
+    measured: Mapping[int, Samples],
+    constants: Measured,
+    flops: Callable[[int], float],
+    prior: Efficiency | None = None,
+    deep: Samples | None = None,
 ) -> tuple[dict[int, float], Efficiency | None]:
-    """Seconds of a step at each count, from the row at tp = 1, each count's read limit and the collective constants.
+    """Seconds of a step at each count, from rows at tp = 1, each count's read limit and the collective constants.
 
     The efficiency (share of the read limit, overhead a layer) is fitted to tp = 1, whose own prediction is therefore
     that fit, and the others wait for their slowest device by the skew of their count. Without that row nothing is
-    predicted. flops: operations/s of one of n devices.
+    predicted. flops: operations/s of one of n devices. deep: the ``deepened`` model at tp = 1, which tells the share of
+    the limit from the overhead.
     """
     if 1 not in measured:
         return {}, None
 
     base = measured[1]
     chips = {tp: read_chip(_bandwidth(base, one), flops(tp)) for tp, one in measured.items()}
-    efficiency = fit([Measurement(base.case, base.measured_s * 1e3)], chips[1], prior, constants).efficiency(base.case)
+    single = [Measurement(base.case, base.measured_s * 1e3)]
+    if deep is not None:
+        single.append(Measurement(deep.case, deep.measured_s * 1e3))
+        # The prior is for what was not measured: it is not to pull at what two rows say between them.
+        prior = replace(prior or chips[1].efficiency, layer_overhead_s=_layer_overhead_s(base, deep))
+    efficiency = fit(single, chips[1], prior, constants).efficiency(base.case)
     at = {tp: replace(efficiency, skew=constants.skew.get(tp, 0.0)) for tp in measured}
     return {tp: tpot(one.case, chips[tp], at[tp], constants).total for tp, one in measured.items()}, efficiency
 
 
+def _layer_overhead_s(base: Samples, deep: Samples) -> float:
+    """Seconds that more layers cost beyond the bytes they bring, a layer; 0 where noise says less."""
+    extra = deep.measured_s - base.measured_s * deep.bytes / base.bytes
+    layers = deep.case.config.num_layers - base.case.config.num_layers * deep.bytes / base.bytes
+    return max(0.0, extra / layers)
+
+
 def _bandwidth(base: Samples, one: Samples) -> float:
     """Bytes/s of one device at a count: the limit on one device, by how much slower a device typically reads while so
-    many do. A limit is a best moment, and at each count another share of the moments are as good."""
+    many do. A limit is a best moment, and at each count another share of the moments are as good. Company makes no
+    device faster: where it seems so the machine's speed drifted."""
     if base.typical is None or one.typical is None:
         return one.limit
-    return base.limit * one.typical / base.typical
+    return base.limit * min(1.0, one.typical / base.typical)
 
 
 def read_chip(bytes_per_s: float, flops_per_s: float) -> Chip:
@@ -262,6 +298,11 @@ def _notes(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[st
             notes.append(
                 f"at tp = {', '.join(short)} devices had or used less than {IDLE_SHARE:.0%} of a core each: something "
                 f"else was running, or they waited for each other"
+            )
+        if run["threads_per_device"] and not run["real_time"]:
+            notes.append(
+                "devices' threads had no real-time priority (root, or CAP_SYS_NICE), so two may share a core for some "
+                "milliseconds after a collective: collectives cost less than what is shown"
             )
         if run["threads_per_device"] and not run["threads_are_limited"]:
             notes.append("warning: devices used more than one core each, so no gain is real")

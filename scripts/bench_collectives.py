@@ -37,7 +37,7 @@ from scripts._processes import add_process_options
 from sharding.collective_chain import CollectiveChain, Step
 from sharding.mesh import TENSOR, make_mesh, owns_a_device
 from sharding.multihost import process_count
-from sharding.skew import READS, SkewProbe
+from sharding.skew import SkewProbe
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(KIB * 4**power for power in range(9))
@@ -192,7 +192,7 @@ def skew_share(met: Sequence[float], bare: Sequence[float], call_s: float) -> fl
     """The share of equal reads that devices wait for the slowest, from seconds of ``SkewProbe`` with meetings and
     without, in turns. call_s: seconds that one of the calls takes by itself, which is not waiting."""
     alone = statistics.median(bare)
-    return max(0.0, statistics.median(met) - READS * call_s - alone) / alone
+    return max(0.0, statistics.median(met) - call_s - alone) / alone
 
 
 def measure_skew(mesh: Mesh, call_s: float, rounds: int) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,7 +53,7 @@ from scripts._cli import (
 )
 from scripts._processes import add_process_options
 from scripts._report import step_bytes, step_facts
-from scripts._scaling import Samples, chip_flops, predict, priced_as, render, report_rows, verdict
+from scripts._scaling import Samples, chip_flops, deepened, predict, priced_as, render, report_rows, verdict
 from scripts.bench_collectives import constants as fitted
 from scripts.bench_collectives import measure, result, skew_share
 from scripts.bench_decode import Chain, check_room, open_shape, take_turns
@@ -65,14 +63,11 @@ from sharding.collectives import Collectives
 from sharding.layout import Layout
 from sharding.mesh import KV_SEQ, TENSOR, make_mesh, owns_a_device
 from sharding.self_check import check_mesh
-from sharding.skew import SkewProbe
+from sharding.skew import BUFFERS, ROUNDS, SkewProbe
 
 ONE_THREAD = {"NPROC": "1", "PJRT_NPROC": "1"}
 """What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing. It makes
 one thread for each device all the same, and any device uses them all: so a count is also held to as many cores."""
-
-COMPUTE_THREADS = "tf_XLAEigen"
-"""What Linux calls the threads that XLA's CPU devices compute on: as many as devices, and any device may use any."""
 
 MOST_CPU_PER_DEVICE = 1.3
 """CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
@@ -163,7 +158,7 @@ class Count:
     samples: Samples
     cores: Set[int] | None
     step: Chain
-    skew: SkewProbe
+    skew: SkewProbe | None = None
     removed: Chain | None = None
     alone: CollectiveChain | None = None
 
@@ -206,18 +201,23 @@ def bench(args: argparse.Namespace) -> None:
     for layout in mine.values():
         check_mesh(layout)
 
-    measured: dict[int, Samples] = {}
-    facts: dict[int, dict[str, Any]] = {}
-    for turn in [[tp] for tp in mine] if args.one_at_a_time else [list(mine)]:
-        for tp, (samples, known) in _measure(args, model, [cases[tp] for tp in turn], mine, collectives).items():
-            measured[tp], facts[tp] = samples, known
-    constants = given or _measure_constants(cases, mine, measured)
+    timed = [cases[tp] for tp in mine]
+    if 1 in mine and len(cases) > 1:
+        timed.append(replace(cases[1], config=deepened(config)))
+    found: dict[Case, tuple[Samples, dict[str, Any]]] = {}
+    for turn in [[case] for case in timed] if args.one_at_a_time else [timed]:
+        weights = {case: model if case.config is config else None for case in turn}
+        found |= _measure(args, weights, mine, collectives)
+    measured = {case.tp: found[case][0] for case in timed if case.config is config}
+    facts = {case.tp: found[case][1] for case in timed if case.config is config}
+    deep = next((found[case][0] for case in timed if case.config is not config), None)
+    constants = given or _measure_constants(cases, mine, measured, bool(args.threads_per_device))
     if jax.process_index() != 0:
         return
 
     cores = device["cpu_cores"] if on_cpu else None
     flops = _flops(on_cpu, device, dtype, args.threads_per_device)
-    predicted, efficiency = predict(measured, constants, flops)
+    predicted, efficiency = predict(measured, constants, flops, deep=deep)
     rows = [{**facts[row["tp"]], **row} for row in report_rows(measured, predicted, cores)]
     run = {
         "model": args.model,
@@ -236,9 +236,11 @@ def bench(args: argparse.Namespace) -> None:
             row["cpu_seconds_per_s"] <= MOST_CPU_PER_DEVICE * row["devices_here"] for row in rows
         ),
         "constants": args.constants or "this run",
+        "real_time": bool(args.threads_per_device) and may_be_real_time(),
         "collectives": constants.to_json(),
         "skew": constants.skew_to_json(),
         "efficiency": None if efficiency is None else asdict(efficiency),
+        "deep": None if deep is None else _deep_facts(deep),
         "one_at_a_time": args.one_at_a_time,
         "compile_cache": cache.describe(),
         "versions": versions(),
@@ -263,15 +265,28 @@ def _sliced(
     return None, replace(config, num_layers=args.layers)
 
 
+def _deep_facts(deep: Samples) -> dict[str, Any]:
+    """The ``deepened`` model at tp = 1, as JSON."""
+    return {
+        "num_layers": deep.case.config.num_layers,
+        "step_bytes": deep.bytes,
+        "measured_ms": deep.measured_s * 1e3,
+        "samples_ms": [sample * 1e3 for sample in deep.steps],
+    }
+
+
 def _measure(
     args: argparse.Namespace,
-    model: ResolvedModel | None,
-    cases: Sequence[Case],
+    models: Mapping[Case, ResolvedModel | None],
     layouts: Mapping[int, Layout],
     collectives: Collectives,
-) -> dict[int, tuple[Samples, dict[str, Any]]]:
-    """Counts timed in turns: the samples of each, and what else is known of it. Everything is freed on return."""
-    counts = [_build(args, model, case, layouts[case.tp], collectives) for case in cases]
+) -> dict[Case, tuple[Samples, dict[str, Any]]]:
+    """Cases timed in turns: the samples of each, and what else is known of it. Everything is freed on return."""
+    counts = [_build(args, model, case, layouts[case.tp], collectives) for case, model in models.items()]
+    for count in counts:
+        if count.layout.tp > 1 or count is counts[0]:  # the model and its deep twin read alike
+            count.skew = SkewProbe(count.layout.mesh)
+            count.samples.read_bytes = count.skew.bytes_per_read
     _time(counts, args.rounds)
     found = {}
     for count in counts:
@@ -279,7 +294,7 @@ def _measure(
         limit = Bandwidth.of([*samples.reads, samples.limit], samples.case.tp)
         moved = step_bytes(count.decoder, args.batch, samples.case.context)
         facts = step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text())
-        found[samples.case.tp] = samples, {**facts, "devices_here": _devices_here(count.layout)}
+        found[samples.case] = samples, {**facts, "devices_here": _devices_here(count.layout)}
     return found
 
 
@@ -293,14 +308,12 @@ def _build(
     samples = Samples(case, moved.weights, moved.cache)
     step = Chain(decoder, args.batch, args.context, args.steps)
     cores = _own_cores(_devices_here(layout)) if args.threads_per_device else None
-    skew = SkewProbe(layout.mesh)
-    samples.probe_bytes = skew.bytes_per_device
     if layout.tp == 1:
-        return Count(layout, decoder, samples, cores, step, skew)
+        return Count(layout, decoder, samples, cores, step)
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
     removed = Chain(bare, args.batch, args.context, args.steps)
     alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
-    return Count(layout, decoder, samples, cores, step, skew, removed, alone)
+    return Count(layout, decoder, samples, cores, step, removed=removed, alone=alone)
 
 
 def _devices_here(layout: Layout) -> int:
@@ -326,8 +339,11 @@ def _time(counts: Sequence[Count], rounds: int) -> None:
             alone = functools.partial(count.alone.sample, count.removed.steps)
             samplers += [_Clock(sample, count.cores).sample for sample in (count.removed.sample, alone)]
             taken += [count.samples.removed, count.samples.alone]
+        if count.skew is None:
+            continue
         for meet in (True, False) if count.layout.tp > 1 else (False,):
-            samplers.append(_Clock(functools.partial(count.skew.seconds, meet), count.cores).sample)
+            probe = functools.partial(count.skew.seconds, meet, _rounds(count))
+            samplers.append(_Clock(probe, count.cores).sample)
             taken.append(count.samples.met if meet else count.samples.bare)
     probes = {count.layout.tp: _Probe(count.layout.mesh, count.cores) for count in counts}
     found, reads = take_turns(samplers, probes, rounds)
@@ -336,6 +352,12 @@ def _time(counts: Sequence[Count], rounds: int) -> None:
     for count, clock in zip(counts, clocks, strict=True):
         count.samples.reads = reads[count.layout.tp]
         count.samples.cpu_per_s = clock.cpu_s / clock.wall_s
+
+
+def _rounds(count: Count) -> int:
+    """Rounds of equal reads that take about as long as a sample of the step."""
+    assert count.skew is not None
+    return max(ROUNDS, round(count.step.steps * count.samples.bytes / (BUFFERS * count.skew.bytes_per_read)))
 
 
 class _Clock:
@@ -376,38 +398,41 @@ def _own_cores(count: int) -> frozenset[int]:
 def _held_to(cores: Set[int] | None) -> Iterator[None]:
     """Let every thread of this process run on these cores alone for the while; None changes nothing.
 
-    Each of the threads that XLA computes on has a core of its own: left to the system, two that were held to one core
-    stay there together for some milliseconds.
+    Where the system allows, they have real-time priority too. After a collective XLA goes on in whichever of its
+    threads was there last, and there are more of them than cores; left to ordinary scheduling, two that work then share
+    a core for milliseconds while another core idles. A real-time thread is moved to the idle core at once.
     """
     if cores is None:
         yield
         return
     before = os.sched_getaffinity(0)
-    threads = sorted(map(int, os.listdir("/proc/self/task")))
-    compute = [thread for thread in threads if _name(thread).startswith(COMPUTE_THREADS)]
-    own = dict(zip(compute, itertools.cycle([{core} for core in sorted(cores)]), strict=False))
-    _hold({thread: own.get(thread, cores) for thread in threads})
+    _hold(cores, os.SCHED_FIFO, 1)
     try:
         yield
     finally:
-        _hold(dict.fromkeys(map(int, os.listdir("/proc/self/task")), before))
+        _hold(before, os.SCHED_OTHER, 0)
 
 
-def _name(thread: int) -> str:
-    try:
-        return Path(f"/proc/self/task/{thread}/comm").read_text()
-    except OSError:  # one that has just ended
-        return ""
-
-
-def _hold(threads: Mapping[int, Set[int]]) -> None:
-    for thread, cores in threads.items():
+def _hold(cores: Set[int], policy: int, priority: int) -> None:
+    for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # one that has just ended
             os.sched_setaffinity(thread, cores)
+            with suppress(PermissionError):
+                os.sched_setscheduler(thread, policy, os.sched_param(priority))
+
+
+def may_be_real_time() -> bool:
+    """Whether this process may give its threads real-time priority."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except (AttributeError, OSError):
+        return False
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return True
 
 
 def _measure_constants(
-    cases: Mapping[int, Case], layouts: Mapping[int, Layout], measured: Mapping[int, Samples]
+    cases: Mapping[int, Case], layouts: Mapping[int, Layout], measured: Mapping[int, Samples], one_core_each: bool
 ) -> Measured:
     """A line for each collective that a step makes, at each count, as ``scripts.bench_collectives`` fits it.
 
@@ -423,7 +448,8 @@ def _measure_constants(
             mesh = layout.mesh if devices == tp else make_mesh(devices, devices)
             if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
                 span = {*sent, CONSTANT_SPAN * max(sent)}
-                rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
+                with _held_to(_own_cores(_devices_here(layout)) if one_core_each else None):
+                    rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
     calls = fitted(rows)
     skew = {
         tp: skew_share(one.met, one.bare, min(line.time(4.0) for line in calls.lines if line.devices == tp))

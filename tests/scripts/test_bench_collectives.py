@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from roofline.collectives import Measured
 from scripts import bench_collectives
+from sharding.skew import SkewProbe
 from tests.scripts.several import run_several
 
 pytestmark = pytest.mark.xdist_group("several-processes")
@@ -21,7 +23,9 @@ SMALL = ["--sizes", "64,1KiB,4KiB", "--rounds", "3"]
 
 
 @pytest.fixture
-def command(in_process: None, capsys: pytest.CaptureFixture[str]) -> Run:
+def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(SkewProbe, "__init__", functools.partialmethod(SkewProbe.__init__, total_bytes=1 << 20))
+
     def call(*options: str | Path) -> tuple[int, str, str]:
         status = bench_collectives.main([*map(str, options)])
         return status, *capsys.readouterr()

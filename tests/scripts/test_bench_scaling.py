@@ -16,17 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.presets import PRESETS, preset
 from model.random_init import random_params
 from roofline.case import Case
 from roofline.collectives import AlphaBeta, Measured
 from roofline.latency import tpot
 from roofline.step_collectives import step_collectives
 from scripts import _scaling, bench_scaling
-from scripts._scaling import Samples, predict, render, report_rows, verdict
+from scripts._scaling import Samples, deepened, predict, render, report_rows, verdict
 from sharding.bandwidth import ReadProbe
 from sharding.hlo import count_collectives
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
+from sharding.skew import SkewProbe
 from tests.scripts.several import run_several
 from tests.scripts.tiny import CONFIG, write_tiny
 
@@ -42,6 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(ReadProbe, "__init__", functools.partialmethod(ReadProbe.__init__, total_bytes=1 << 20))
+    monkeypatch.setattr(SkewProbe, "__init__", functools.partialmethod(SkewProbe.__init__, total_bytes=1 << 20))
     monkeypatch.setattr(bench_scaling, "CONSTANT_SPAN", 2)
 
     def call(*options: str | Path) -> tuple[int, str, str]:
@@ -111,7 +114,8 @@ def test_a_slice_of_a_preset_has_random_weights_and_the_constants_of_a_file(
     status, out, err = command(*options, "--json", "-")
     assert status == 0
     found = json.loads(out)
-    assert made == [2, 2]
+    assert made == [2, 2, 4]
+    assert found["deep"]["num_layers"] == 4
     assert (found["weights"], found["num_layers"], found["model_layers"], found["sliced"]) == ("random", 2, 6, True)
     assert found["constants"] == str(constants)
     assert found["collectives"] == Measured(tuple(lines)).to_json()
@@ -234,6 +238,33 @@ def test_a_prediction_from_one_device_finds_an_exact_model_again() -> None:
     for tp, one in measured.items():
         assert predicted[tp] == pytest.approx(one.measured_s, rel=0.02)
     assert predict({2: measured[2]}, constants, lambda tp: 1.0) == ({}, None)
+
+
+def test_twice_the_layers_of_half_the_width_tell_overhead_from_bandwidth() -> None:
+    constants = Measured(tuple(AlphaBeta(op, 2, 1e-5, 1e9) for op in ("all_reduce", "all_gather", "all_to_all")))
+    big = replace(CASE, config=preset("smollm2-135m"))
+    deep = big.at(config=deepened(big.config))
+    exact = _scaling.Efficiency(0.75, 1, 150e-6, 0)
+    chip = _scaling.read_chip(13e9, float("inf"))
+
+    def samples(case: Case) -> Samples:
+        terms = tpot(case, chip, exact, constants)
+        return Samples(case, terms.weights * 0.75 * 13e9, terms.kv * 0.75 * 13e9, [terms.total], [], [], [13e9])
+
+    measured = {tp: samples(big.at(tp=tp)) for tp in (1, 2)}
+    prior = _scaling.Efficiency(0.85, 1, 20e-6, 0)
+    predicted, found = predict(measured, constants, lambda tp: float("inf"), prior, samples(deep))
+    assert found is not None
+    assert (found.bandwidth, found.layer_overhead_s) == pytest.approx((0.75, 150e-6), rel=0.15)
+    assert predicted[2] == pytest.approx(measured[2].measured_s, rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_deepened_model_reads_about_as_much(name: str) -> None:
+    config = preset(name)
+    deep = deepened(config)
+    assert deep.num_layers == 2 * config.num_layers
+    assert deep.parameter_count() == pytest.approx(config.parameter_count(), rel=0.1)
 
 
 def test_datasheet_rates_by_the_names_that_jax_gives() -> None:
