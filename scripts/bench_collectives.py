@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from roofline.collectives import OPS, AlphaBeta, Measured
+from scripts import _one_core as one_core
 from scripts._cli import (
     UsageError,
     add_device_options,
@@ -90,6 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds", type=positive, default=ROUNDS, metavar="N", help=f"samples a size (default {ROUNDS})"
     )
     add_device_options(parser)
+    one_core.add_option(parser)
     add_process_options(parser)
     parser.add_argument("--json", metavar="PATH", help="write samples and fits; - is standard output")
     return parser.parse_args(argv)
@@ -97,7 +99,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    return run_command(lambda: bench(args), processes=args)
+    status = one_core.start_again(args, "scripts.bench_collectives", argv)
+    return run_command(lambda: bench(args), processes=args) if status is None else status
 
 
 def sizes(text: str) -> list[int]:
@@ -116,6 +119,8 @@ def bench(args: argparse.Namespace) -> None:
     if len(args.sizes) < 2:
         raise UsageError("--sizes needs two or more: a line has a latency and a bandwidth")
     set_up(args.cpu_devices, spare=max(args.devices or [2]))
+    device = device_facts()
+    one_core.check(args, device)
     counts = args.devices or default_counts(jax.device_count())
     if min(counts) < 2:
         raise UsageError("--devices 1 has no collectives: give 2 or more, on CPU with --cpu-devices")
@@ -124,13 +129,19 @@ def bench(args: argparse.Namespace) -> None:
     for count, mesh in meshes.items():
         if not owns_a_device(mesh):
             continue
-        for op in args.ops:
-            samples = measure(mesh, op, args.sizes, args.rounds)
-            rows.append(result(op, count, samples))
-        sum_of_one = result("all_reduce", count, measure(mesh, "all_reduce", (4, 1024), args.rounds))
-        skew[count] = measure_skew(mesh, sum_of_one["alpha_us"] / 1e6, args.rounds)
+        here = sum(one.process_index == jax.process_index() for one in mesh.devices.flat)
+        with one_core.held_to(one_core.own_cores(here) if args.threads_per_device else None):
+            rows += [result(op, count, measure(mesh, op, args.sizes, args.rounds)) for op in args.ops]
+            sum_of_one = result("all_reduce", count, measure(mesh, "all_reduce", (4, 1024), args.rounds))
+            skew[count] = measure_skew(mesh, sum_of_one["alpha_us"] / 1e6, args.rounds)
     found = constants(rows, skew)
-    run = {"rounds": args.rounds, "processes": process_count(), "versions": versions(), "device": device_facts()}
+    run = {
+        "rounds": args.rounds,
+        "threads_per_device": args.threads_per_device,
+        "processes": process_count(),
+        "versions": versions(),
+        "device": device,
+    }
     print(table(run, rows, skew), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json:
         write_json(args.json, {**run, "collectives": found.to_json(), "skew": found.skew_to_json(), "measured": rows})
@@ -219,7 +230,7 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], skew: Mappi
     if run["processes"] > 1:
         title += f", {run['processes']} processes"
     if device["platform"] == "cpu":
-        title += "; CPU devices share cores and memory"
+        title += "; one core a device" if run["threads_per_device"] else "; CPU devices share cores and memory"
     lines = [f"{title}; {run['rounds']} samples a size", ""]
     for row in rows:
         width = "no limit seen" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.2f} GB/s"

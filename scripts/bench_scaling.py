@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +30,7 @@ from roofline.case import Case
 from roofline.collectives import Measured
 from roofline.cpu import matmul
 from roofline.step_collectives import Call, collectives_s, step_collectives
+from scripts import _one_core as one_core
 from scripts import plots
 from scripts._cli import (
     DTYPES,
@@ -65,10 +63,6 @@ from sharding.mesh import KV_SEQ, TENSOR, make_mesh, owns_a_device
 from sharding.self_check import check_mesh
 from sharding.skew import BUFFERS, ROUNDS, SkewProbe
 
-ONE_THREAD = {"NPROC": "1", "PJRT_NPROC": "1"}
-"""What XLA's CPU client reads, as it starts, for the number of its threads. Its flags for the same do nothing. It makes
-one thread for each device all the same, and any device uses them all: so a count is also held to as many cores."""
-
 MOST_CPU_PER_DEVICE = 1.3
 """CPU seconds a second of one device that count as one thread: the host's own work comes on top."""
 
@@ -96,12 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tp", type=integers, default=[1, 2], metavar="LIST", help="device counts, such as 1,2,4,8 (default 1,2)"
     )
     add_device_options(parser)
-    parser.add_argument(
-        "--threads-per-device",
-        type=int,
-        choices=(1,),
-        help="on CPU: start again with one thread and one core for each device, so that devices do not share cores",
-    )
+    one_core.add_option(parser)
     add_collective_option(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16, on CPU f32")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="rows decoded together (default 1)")
@@ -130,23 +119,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.threads_per_device and not hasattr(os, "sched_setaffinity"):
-        print("error: --threads-per-device needs Linux, where threads can be held to cores", file=sys.stderr)
-        return 1
-    if args.threads_per_device and any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
-        return _start_again(sys.argv[1:] if argv is None else argv)
-    return run_command(lambda: bench(args), processes=args)
-
-
-def _start_again(argv: Sequence[str]) -> int:
-    """The same command in a child process, where XLA finds ``ONE_THREAD`` as it starts."""
-    command = [sys.executable, "-m", "scripts.bench_scaling", *argv]
-    child = subprocess.Popen(command, env={**os.environ, **ONE_THREAD})
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the child too, which ends
-            continue
+    status = one_core.start_again(args, "scripts.bench_scaling", argv)
+    return run_command(lambda: bench(args), processes=args) if status is None else status
 
 
 @dataclass
@@ -175,8 +149,7 @@ def bench(args: argparse.Namespace) -> None:
     cache = set_up(args.cpu_devices, spare=max(args.tp))
     device = device_facts()
     on_cpu = device["platform"] == "cpu"
-    if args.threads_per_device and not on_cpu:
-        raise UsageError(f"--threads-per-device is for CPU devices; these are {device['kind']}; leave it out")
+    one_core.check(args, device)
     model, whole = open_shape(args.model)
     model, config = _sliced(args, model, whole)
     check_room(args, config)
@@ -236,7 +209,7 @@ def bench(args: argparse.Namespace) -> None:
             row["cpu_seconds_per_s"] <= MOST_CPU_PER_DEVICE * row["devices_here"] for row in rows
         ),
         "constants": args.constants or "this run",
-        "real_time": bool(args.threads_per_device) and may_be_real_time(),
+        "real_time": bool(args.threads_per_device) and one_core.may_be_real_time(),
         "collectives": constants.to_json(),
         "skew": constants.skew_to_json(),
         "efficiency": None if efficiency is None else asdict(efficiency),
@@ -307,7 +280,7 @@ def _build(
     moved = step_bytes(decoder, args.batch, case.context)
     samples = Samples(case, moved.weights, moved.cache)
     step = Chain(decoder, args.batch, args.context, args.steps)
-    cores = _own_cores(_devices_here(layout)) if args.threads_per_device else None
+    cores = one_core.own_cores(_devices_here(layout)) if args.threads_per_device else None
     if layout.tp == 1:
         return Count(layout, decoder, samples, cores, step)
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
@@ -367,7 +340,7 @@ class _Clock:
         self._sample, self._cores, self.cpu_s, self.wall_s = sample, cores, 0.0, 0.0
 
     def sample(self) -> float:
-        with _held_to(self._cores):
+        with one_core.held_to(self._cores):
             cpu, wall = time.process_time(), time.perf_counter()
             found = self._sample()
             self.cpu_s += time.process_time() - cpu
@@ -383,52 +356,8 @@ class _Probe(ReadProbe):
         self._cores = cores
 
     def sample(self) -> float:
-        with _held_to(self._cores):
+        with one_core.held_to(self._cores):
             return super().sample()
-
-
-def _own_cores(count: int) -> frozenset[int]:
-    """Cores for ``count`` devices of this process, others than those of the next process as far as they go."""
-    cores = sorted(os.sched_getaffinity(0))
-    first = jax.process_index() * count
-    return frozenset(cores[(first + place) % len(cores)] for place in range(count))
-
-
-@contextmanager
-def _held_to(cores: Set[int] | None) -> Iterator[None]:
-    """Let every thread of this process run on these cores alone for the while; None changes nothing.
-
-    Where the system allows, they have real-time priority too. After a collective XLA goes on in whichever of its
-    threads was there last, and there are more of them than cores; left to ordinary scheduling, two that work then share
-    a core for milliseconds while another core idles. A real-time thread is moved to the idle core at once.
-    """
-    if cores is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    _hold(cores, os.SCHED_FIFO, 1)
-    try:
-        yield
-    finally:
-        _hold(before, os.SCHED_OTHER, 0)
-
-
-def _hold(cores: Set[int], policy: int, priority: int) -> None:
-    for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # one that has just ended
-            os.sched_setaffinity(thread, cores)
-            with suppress(PermissionError):
-                os.sched_setscheduler(thread, policy, os.sched_param(priority))
-
-
-def may_be_real_time() -> bool:
-    """Whether this process may give its threads real-time priority."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except (AttributeError, OSError):
-        return False
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    return True
 
 
 def _measure_constants(
@@ -448,7 +377,7 @@ def _measure_constants(
             mesh = layout.mesh if devices == tp else make_mesh(devices, devices)
             if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
                 span = {*sent, CONSTANT_SPAN * max(sent)}
-                with _held_to(_own_cores(_devices_here(layout)) if one_core_each else None):
+                with one_core.held_to(one_core.own_cores(_devices_here(layout)) if one_core_each else None):
                     rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
     calls = fitted(rows)
     skew = {

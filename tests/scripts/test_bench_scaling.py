@@ -22,7 +22,7 @@ from roofline.case import Case
 from roofline.collectives import AlphaBeta, Measured
 from roofline.latency import tpot
 from roofline.step_collectives import step_collectives
-from scripts import _scaling, bench_scaling
+from scripts import _one_core, _scaling, bench_scaling
 from scripts._scaling import Samples, deepened, predict, render, report_rows, verdict
 from sharding.bandwidth import ReadProbe
 from sharding.hlo import count_collectives
@@ -146,31 +146,36 @@ def test_one_thread_a_device_is_a_child_with_its_own_environment(monkeypatch: py
         def wait(self) -> int:
             return 7
 
-    monkeypatch.setattr(bench_scaling.subprocess, "Popen", Child)
-    for name in bench_scaling.ONE_THREAD:
+    monkeypatch.setattr(_one_core.subprocess, "Popen", Child)
+    for name in _one_core.ONE_THREAD:
         monkeypatch.delenv(name, raising=False)
     assert bench_scaling.main(["--threads-per-device", "1", "--tp", "2"]) == 7
     ((command, environment),) = started
     assert command[1:] == ["-m", "scripts.bench_scaling", "--threads-per-device", "1", "--tp", "2"]
-    assert {name: environment[name] for name in bench_scaling.ONE_THREAD} == bench_scaling.ONE_THREAD
-    assert not set(bench_scaling.ONE_THREAD) & set(os.environ)
+    assert {name: environment[name] for name in _one_core.ONE_THREAD} == _one_core.ONE_THREAD
+    assert not set(_one_core.ONE_THREAD) & set(os.environ)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are held to cores on Linux alone")
 def test_threads_are_held_to_cores_for_the_while() -> None:
     before = os.sched_getaffinity(0)
-    (core,) = bench_scaling._own_cores(1)
+    (core,) = _one_core.own_cores(1)
     seen: list[set[int]] = []
+    policies: set[int] = set()
 
     def look() -> float:
-        seen.extend(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task"))
+        threads = [int(thread) for thread in os.listdir("/proc/self/task")]
+        seen.extend(map(os.sched_getaffinity, threads))
+        policies.update(map(os.sched_getscheduler, threads))
         return 1.0
 
     assert bench_scaling._Clock(look, {core}).sample() == 1.0
     assert len(seen) > 1  # XLA's threads too
     assert all(cores == {core} for cores in seen)
     assert os.sched_getaffinity(0) == before
-    assert bench_scaling._own_cores(1 + len(before)) == before
+    assert policies == {os.SCHED_FIFO if _one_core.may_be_real_time() else os.SCHED_OTHER}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert _one_core.own_cores(1 + len(before)) == before
 
 
 # --- what is said of samples ---
