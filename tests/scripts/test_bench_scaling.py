@@ -294,6 +294,7 @@ def run_facts(**changes: Any) -> dict[str, Any]:
         "rounds": 3,
         "steps": 4,
         "threads_per_device": 1,
+        "real_time": True,
         "threads_are_limited": True,
         "constants": "this run",
         "versions": {"jax": "0"},
