@@ -139,7 +139,7 @@ def cache_attention(
             pltpu.VMEM((tile.heads, tile.rows, LANES), jnp.float32),
         ],
     )
-    cache = (keys, values, *(scales or ()))
+    cache: tuple[jax.Array, ...] = (keys, values, *(scales or ()))
     if not interpret:
         # Left to itself the compiler fetches whole arrays to VMEM for their update, and writes them back whole.
         cache = tuple(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in cache)

@@ -83,21 +83,24 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, interpret: bool =
     M, I = x.shape
     O, tile, groups = weight.shape[0], _tile(x, weight), weight.scales.shape[1]
     assert tile is not None, "the caller asks not_taken"
-    few = weight.group is not None and tile.rows == M <= _few_rows(weight.group)
+    group = weight.group
     beside = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
     # XLA keeps an array that is narrower than a register with its longer axis along the lanes, as a parameter of the
     # program: turned, it is one for the kernel as it stands.
-    turned = weight.group is not None and groups % LANES != 0
+    turned = group is not None and groups % LANES != 0
     per_output = pl.BlockSpec((tile.outputs, groups), lambda m, o: (o, 0))
     if turned:
         beside = [each.T for each in beside]
         per_output = pl.BlockSpec((groups, tile.outputs), lambda m, o: (0, o))
-    rows = x
-    if few and M > 1:  # whole registers of each group
-        rows = jnp.pad(x, ((0, -M % SUBLANES), (0, 0)))
-    height = rows.shape[0] if few else tile.rows
+    rows, height = x, tile.rows
+    if group is not None and tile.rows == M <= _few_rows(group):
+        if M > 1:  # whole registers of each group
+            rows = jnp.pad(x, ((0, -M % SUBLANES), (0, 0)))
+        height, kernel = rows.shape[0], _few(group, I, turned=turned)
+    else:
+        kernel = _many(group, I, offsets=weight.offsets is not None, turned=turned)
     out = pl.pallas_call(
-        _few(weight.group, I, turned=turned) if few else _many(weight.group, I, weight.offsets is not None, turned),
+        kernel,
         grid=(pl.cdiv(rows.shape[0], height), pl.cdiv(O, tile.outputs)),
         in_specs=[
             pl.BlockSpec((height, I), lambda m, o: (m, 0)),
@@ -132,18 +135,19 @@ def _few(group: int, I: int, *, turned: bool) -> Any:
         M, own = x.shape[0], jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
         scales = _by_group(beside[0], turned)  # [groups, outputs]
         total = jnp.zeros(out.shape, jnp.float32)
-        sums = []
+        sums = []  # of x over each group
         for start in range(0, I, chunk):
             size = min(chunk, I - start)
             count = -(-size // group)
             rows = x[:, start : start + size].astype(jnp.float32)
-            lane = lax.div(lax.broadcasted_iota(jnp.int32, (M, size), 1), jnp.int32(group))
             if M == 1:
-                place = lax.div(lax.broadcasted_iota(jnp.int32, (count, size), 1), jnp.int32(group))
-                at = lax.broadcasted_iota(jnp.int32, (count, size), 0)
-                apart = jnp.where(place == at, jnp.broadcast_to(rows, (count, size)), 0.0)
+                shape = (count, size)
+                own_row = lax.broadcasted_iota(jnp.int32, shape, 0)
+                split = [jnp.where(_group_of(shape, group) == own_row, jnp.broadcast_to(rows, shape), 0.0)]
             else:
-                apart = jnp.concatenate([jnp.where(lane == at, rows, 0.0) for at in range(count)], axis=0)
+                own_group = _group_of((M, size), group)
+                split = [jnp.where(own_group == at, rows, 0.0) for at in range(count)]
+            apart = jnp.concatenate(split, axis=0)
             weight = values[:, start : start + size].astype(own)
             partial = _dot(apart.astype(own), weight, ((1,), (1,)))  # [count * M, outputs]
             first = start // group
@@ -152,11 +156,8 @@ def _few(group: int, I: int, *, turned: bool) -> Any:
             else:
                 for at in range(count):
                     total += partial[at * M : (at + 1) * M] * scales[first + at : first + at + 1]
-            if len(beside) > 1:
-                if M == 1:
-                    sums.append(jnp.sum(apart, axis=1, keepdims=True))  # [count, 1]
-                else:
-                    sums += [jnp.sum(jnp.where(lane == at, rows, 0.0), axis=1, keepdims=True) for at in range(count)]
+            if len(beside) > 1:  # [count, 1] or, with more rows, [M, 1] each
+                sums += [jnp.sum(part, axis=1, keepdims=True) for part in split]
         if len(beside) > 1:
             offsets = _by_group(beside[1], turned)
             if M == 1:
@@ -168,13 +169,18 @@ def _few(group: int, I: int, *, turned: bool) -> Any:
     return kernel
 
 
+def _group_of(shape: tuple[int, int], group: int) -> jax.Array:
+    """Of each value along the last axis, which group it is in."""
+    return lax.div(lax.broadcasted_iota(jnp.int32, shape, 1), jnp.int32(group))
+
+
 def _by_group(ref: Any, turned: bool) -> jax.Array:
     """float32 [groups, outputs]."""
     wide = ref[...].astype(jnp.float32)
     return wide if turned else wide.T
 
 
-def _many(group: int | None, I: int, offsets: bool, turned: bool) -> Any:
+def _many(group: int | None, I: int, *, offsets: bool, turned: bool) -> Any:
     def kernel(x: Any, values: Any, *refs: Any) -> None:
         *scale_refs, out = refs
         # A code is exact in bf16, so one product rounds once in either dtype; with an offset it would round twice.
@@ -203,8 +209,7 @@ def _spread(scales: jax.Array, group: int | None, start: int, size: int) -> jax.
     own = scales[:, first:last]
     own = own if own.dtype == jnp.bfloat16 else own.astype(jnp.float32)
     shape = (last - first, size)
-    of_value = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1), jnp.int32(group))
-    ones = (lax.broadcasted_iota(jnp.int32, shape, 0) == of_value).astype(jnp.float32).astype(own.dtype)
+    ones = (lax.broadcasted_iota(jnp.int32, shape, 0) == _group_of(shape, group)).astype(jnp.float32).astype(own.dtype)
     return _dot(own, ones, ((1,), (0,)))
 
 
