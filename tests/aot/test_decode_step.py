@@ -76,7 +76,8 @@ class TestStep:
     def test_the_cache_is_written_in_place_and_little_else_is_needed(self, case: tuple[Any, ...]) -> None:
         found = facts(*case)
         assert found["alias_bytes"] >= found["cache_bytes"]
-        assert found["written_back_bytes"] == 0  # nor fetched whole to be updated on the chip
+        # None of it is fetched whole to be updated on the chip; a few numbers a row, of the step's own, are.
+        assert found["written_back_bytes"] < 4096
         assert found["temp_bytes"] < 16 * MIB
 
     def test_reads_what_it_must(self, case: tuple[Any, ...]) -> None:
