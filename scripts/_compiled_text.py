@@ -18,7 +18,8 @@ TOP = 10
 
 COLUMNS = """\
 argument  weights, cache and small inputs of one device; alias is the part that results are written over (the cache)
-temp      buffers that the program needs beside them; code is the program itself
+temp      buffers that the program needs beside them, as the compiler states it: for TPU gaps between buffers count
+          twice, which is most of it in a deep unrolled program; code is the program itself
 needs     argument + results not written over one + temp + code, to be compared with the device's memory
 read      bytes that a step reads from a device's main memory, weights, cache and everything else; a loop's are counted
           for each time round, and a kernel of ours is taken to read all of the arrays that it is given

@@ -139,6 +139,10 @@ def cache_attention(
             pltpu.VMEM((tile.heads, tile.rows, LANES), jnp.float32),
         ],
     )
+    cache: tuple[jax.Array, ...] = (keys, values, *(scales or ()))
+    if not interpret:
+        # Left to itself the compiler fetches whole arrays to VMEM for their update, and writes them back whole.
+        cache = tuple(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in cache)
     out, stats = pl.pallas_call(
         _kernel(tile, stride, blocks_of_rows, scaled=scales is not None),
         grid_spec=grid_spec,
@@ -159,9 +163,7 @@ def cache_attention(
         needed.reshape(-1),
         rows.q,
         rows.positions[..., None],
-        keys,
-        values,
-        *(scales or ()),
+        *cache,
     )
     return by_position(Partial(out, stats[..., 0], stats[..., 1]), T, G)
 

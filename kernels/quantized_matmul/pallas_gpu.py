@@ -72,7 +72,7 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, interpret: bool =
     O, tile = weight.shape[0], _tile(x, weight)
     assert tile is not None, "the caller asks not_taken"
     x = jnp.pad(x, ((0, -M % tile.rows), (0, 0)))
-    rows = x.shape[0]
+    rows = x.shape[0]  # of the dots, which take 16 at least; no more than M are written
     if weight.packed:
         halves = x.reshape(rows, I // BLOCK, 2, BLOCK // 2)
         parts = [halves[:, :, half].reshape(rows, I // 2) for half in (0, 1)]
@@ -82,12 +82,12 @@ def quantized_matmul(x: jax.Array, weight: QuantizedWeight, *, interpret: bool =
     out = pl.pallas_call(
         _kernel(tile, weight.values.shape[1], weight.group, packed=weight.packed, offsets=weight.offsets is not None),
         grid=(O // tile.outputs, rows // tile.rows, tile.splits),
-        out_shape=jax.ShapeDtypeStruct((tile.splits, rows, O), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((tile.splits, M, O), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=STAGES),
         interpret=interpret,
         name="quantized_matmul",
     )(weight.values, *parts, *scales)
-    return (out[0] if tile.splits == 1 else jnp.sum(out, axis=0))[:M]
+    return out[0] if tile.splits == 1 else jnp.sum(out, axis=0)
 
 
 def _tile(x: jax.Array, weight: QuantizedWeight) -> Tile | None:
@@ -106,6 +106,7 @@ def _kernel(tile: Tile, stored: int, group: int | None, *, packed: bool, offsets
         rows = pl.ds(pl.program_id(1) * tile.rows, tile.rows)
         split = pl.program_id(2)
         outputs = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+        row = pl.program_id(1) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)[:, None]
 
         def of_group(ref: Any, start: Any) -> jax.Array:
             """Scales of a block of values, float32 [outputs, values] or [outputs, 1]."""
@@ -130,7 +131,8 @@ def _kernel(tile: Tile, stored: int, group: int | None, *, packed: bool, offsets
 
         begin = split * share
         end = jnp.minimum(blocks, begin + share)
-        out[split, rows, own] = lax.fori_loop(begin, end, step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
+        total = lax.fori_loop(begin, end, step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
+        plgpu.store(out.at[split, row, outputs[None, :]], total, mask=row < out.shape[1])
 
     return kernel
 

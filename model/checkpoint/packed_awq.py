@@ -34,7 +34,12 @@ class Awq:
     parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        expect(path, config, self.name, {"bits": (4,), "version": (None, "gemm", "GEMM"), "zero_point": (None, True)})
+        layouts = (None, "gemm", "GEMM")
+        allowed = {"bits": (4,), "zero_point": (None, True), "pack_dtype": (None, "int32")}
+        # One thing by three names.
+        expect(
+            path, config, self.name, {**allowed, **dict.fromkeys(("version", "checkpoint_format", "format"), layouts)}
+        )
         self.format = WeightFormat("int4", group_of(path, config, self.name), offsets=True)
         self._group = self.format.group or 0
 

@@ -31,6 +31,8 @@ from model.quantize import Quantized, WeightFormat, pack
 _FLOATS = ("F16", "BF16", "F32")
 _KINDS = {"int-quantized": ("int",), "float-quantized": ("float",), "naive-quantized": ("int", "float")}
 _PACKED = "pack-quantized"
+_EMPTY = ("kv_cache_scheme", "transform_config")
+"""Parts of the config that ask for more than quantised matrices."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +42,7 @@ class Compressed:
     name = "compressed-tensors"
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        expect(path, config, self.name, {"format": (*_KINDS, _PACKED), "kv_cache_scheme": (None, {})})
+        expect(path, config, self.name, {"format": (*_KINDS, _PACKED), **dict.fromkeys(_EMPTY, (None, {}))})
         sparsity = config.get("sparsity_config")
         if sparsity and sparsity.get("format") not in (None, "dense"):
             raise CheckpointError(f"{path}: sparsity_config of format {sparsity.get('format')!r} is not read")

@@ -6,7 +6,9 @@ A matrix W [O, I] is stored transposed and in words of eight 4-bit numbers, the 
 
     W[o, i] = (q[o, i] - zero[o, g]) * scale[o, g],  g = g_idx[i] = i // group
 
-The format "gptq" stores zero - 1 in `qzeros`, and "gptq_v2" stores zero. A symmetric one has zero = 8 throughout.
+The format "gptq_v2" stores zero in `qzeros`, and "gptq" stores zero - 1: GPTQModel subtracts 1 from all eight numbers
+of a word at once, so that one below 0 borrows from the next, and only adding to the word brings both back. A symmetric
+matrix has zero = 8 throughout.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from model.checkpoint.safetensors import SafetensorsSource
 from model.checkpoint.source import TensorInfo
 from model.quantize import Quantized, WeightFormat, pack
 
+_FORMATS = (None, "gptq", "gptq_v2")
 _FLOATS = ("F16", "BF16", "F32")
+_ONES = np.uint32(0x11111111)
+"""1 in each of a word's eight numbers."""
 
 
 class Gptq:
@@ -36,16 +41,19 @@ class Gptq:
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
             "bits": (4,),
-            # With it columns are in the order of their activations, and a group's are anywhere.
-            "desc_act": (None, False),
-            "checkpoint_format": (None, "gptq", "gptq_v2"),
+            # With it columns were quantised in the order of their activations, and a group's are anywhere, save where
+            # groups were fixed before (static_groups).
+            "desc_act": (None, False, True) if config.get("static_groups") else (None, False),
+            "checkpoint_format": _FORMATS,
+            "format": _FORMATS,  # its newer name
             "is_marlin_format": (None, False),
+            "pack_dtype": (None, "int32"),
             "sym": (True, False),
             "dynamic": (None, {}),
         }
         expect(path, config, self.name, allowed)
         self._symmetric: bool = config["sym"]
-        self._stored_less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        self._zeros_less_one = "gptq_v2" not in (config.get("checkpoint_format"), config.get("format"))
         self.format = WeightFormat("int4", group_of(path, config, self.name), offsets=not self._symmetric)
         self._group = self.format.group or 0
 
@@ -75,8 +83,9 @@ class Gptq:
         codes = numbers(source.read(f"{base}.qweight", words, rows), 0)[own].T
         scales = source.read(f"{base}.scales", groups, rows).T.astype(np.float32)
         words, own = words_of(rows, 8)
-        zeros = numbers(source.read(f"{base}.qzeros", groups, words), 1)[:, own].T.astype(np.float32)
-        shift = 8 - (zeros + self._stored_less)
+        stored = np.ascontiguousarray(source.read(f"{base}.qzeros", groups, words)).view(np.uint32)
+        zeros = numbers(stored + _ONES if self._zeros_less_one else stored, 1)[:, own].T
+        shift = 8 - zeros.astype(np.float32)
         values = pack(codes.astype(np.int8) - np.int8(8))
         if not self._symmetric:
             return Quantized(values, scales, shift * scales)

@@ -67,33 +67,27 @@ class TestStep:
         check_collectives(facts(*case), L)
 
     def test_copies_no_weight_and_no_cache(self, case: tuple[Any, ...]) -> None:
-        """Nor any other array of 1 MiB, save scales and offsets, of which the compiler may bring a few into another
-        layout; and what is quantised is read by products alone."""
+        """Nor any other array of 1 MiB, in a step or before the first; what is quantised is read by products alone."""
         found = facts(*case)
-        assert [one for one in found["large_copies"] if not one["of"].endswith((".scales", ".offsets"))] == []
-        assert all(one["bytes"] < 2 * MIB for one in found["large_copies"])
+        assert found["large_copies"] == []
         assert all(one["direct"] for one in found["weights_read"])
         assert len(found["weights_read"]) == (0 if case[4] == "bf16" else 4)
 
     def test_the_cache_is_written_in_place_and_little_else_is_needed(self, case: tuple[Any, ...]) -> None:
         found = facts(*case)
         assert found["alias_bytes"] >= found["cache_bytes"]
-        assert found["temp_bytes"] < 64 * MIB
+        # None of it is fetched whole to be updated on the chip; a few numbers a row, of the step's own, are.
+        assert found["written_back_bytes"] < 4096
+        assert found["temp_bytes"] < 16 * MIB
 
     def test_reads_what_it_must(self, case: tuple[Any, ...]) -> None:
-        """Weights once; the cache once, in whole blocks; and what the step made itself, which on GPU lies in memory too
-        (float32 parts of products above all, beside two layers at up to 16 rows)."""
+        """Weights once, scales and offsets included, and the cache once; and what the step made itself, which on GPU
+        lies in memory too (float32 parts of products above all, beside two layers at up to 16 rows)."""
         found = facts(*case)
         read = found["step_bytes_of"]
-        # On TPU some scales and offsets are found on the chip: up to 4.8 % less than all.
-        assert 0.95 < read["weights"] / found["ideal_weight_bytes"] < 1.01
-        # Arrays of the cache that the compiler keeps on the chip from their update to attention and then writes back:
-        # up to two of the four, and a little more. What attention reads of them there is not counted as read.
-        back = found["written_back_bytes"]
-        assert back < 0.55 * found["cache_bytes"]
-        assert (read["cache"] + back) / found["ideal_cache_bytes"] > 0.99
-        assert read["cache"] / found["ideal_cache_bytes"] < 1.1
-        assert read["other"] < 0.1 * found["ideal_bytes"]
+        assert read["weights"] == pytest.approx(found["ideal_weight_bytes"], rel=1e-3)
+        assert read["cache"] == pytest.approx(found["ideal_cache_bytes"], rel=1e-3)
+        assert read["other"] < (0.1 if case[5].startswith("h") else 0.01) * found["ideal_bytes"]
 
 
 def test_a_deep_scan_is_as_clean() -> None:

@@ -99,9 +99,11 @@ def test_a_product(
 def test_many_rows_run_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pallas_tpu, "MOST_ROWS", 16)
     monkeypatch.setattr(pallas_gpu, "MOST_ROWS", 16)
-    weight = random_weight(32, 96, "int8", 32, offsets=False)
-    for implementation in NAMES:
-        check(implementation, 41, weight, jnp.float32, 1)
+    for kind, offsets in (("int8", False), ("int4", True)):
+        for implementation in NAMES:
+            packed = kind == "int4" and implementation == "pallas_gpu"
+            weight = random_weight(32, 96, "packed" if packed else kind, 32, offsets=offsets)
+            check(implementation, 41, weight, jnp.float32, 1)
 
 
 def test_what_is_not_taken() -> None:

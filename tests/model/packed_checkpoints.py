@@ -66,12 +66,15 @@ def gptq(
     stored: Tensors = {}
     for name in matrices(CONFIG):
         rows, columns = values[name].shape
-        q, zeros, scales = _random(rng, rows, columns, group, least=1)
+        q, zeros, scales = _random(rng, rows, columns, group)
         if symmetric:
             zeros[:] = 8
         base = name.removesuffix(".weight")
         stored[f"{base}.qweight"] = np.ascontiguousarray(words(q, PLAIN_ORDER).T)
-        stored[f"{base}.qzeros"] = words((zeros - (checkpoint_format == "gptq")).T, PLAIN_ORDER)
+        packed = words(zeros.T, PLAIN_ORDER)
+        if checkpoint_format == "gptq":  # as GPTQModel does it: a zero point of 0 borrows from the next
+            packed = ((packed.view(np.uint32).astype(np.int64) - 0x11111111) % 2**32).astype(np.uint32).view(np.int32)
+        stored[f"{base}.qzeros"] = packed
         stored[f"{base}.scales"] = np.ascontiguousarray(scales.T)
         stored[f"{base}.g_idx"] = np.array([i // group for i in range(columns)], np.int32)
         values[name] = _values(q, zeros, scales, group)
@@ -135,11 +138,9 @@ def write(folder: Path, quantization: dict[str, Any], stored: Tensors) -> Path:
     return folder
 
 
-def _random(
-    rng: np.random.Generator, rows: int, columns: int, group: int, least: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _random(rng: np.random.Generator, rows: int, columns: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape = rows, columns // group
-    q, zeros = rng.integers(0, 16, (rows, columns)), rng.integers(least, 16, shape)
+    q, zeros = rng.integers(0, 16, (rows, columns)), rng.integers(0, 16, shape)
     return q, zeros, rng.uniform(0.01, 0.1, shape).astype(np.float16)
 
 

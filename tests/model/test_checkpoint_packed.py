@@ -12,8 +12,10 @@ import pytest
 
 from model.checkpoint.errors import CheckpointError
 from model.checkpoint.load import load_params
+from model.checkpoint.packed import open_packed
 from model.checkpoint.resolve import open_model
 from model.checkpoint.stored import stored_quantization
+from model.quantize import WeightFormat
 from model.widen import widened
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
@@ -98,8 +100,15 @@ def change(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "checkpoint_format": "marlin"},
             "checkpoint_format 'marlin'",
         ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin"}, "format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "pack_dtype": "int16"}, "pack_dtype"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"}, "format 'gemv'.*'gemm'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "0 config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "transform_config": {"config_groups": 1}},
+            "transform_config",
+        ),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -140,6 +149,29 @@ def test_data_that_contradict_the_config(part: str, tmp_path: Path) -> None:
     model = open_model(str(write(tmp_path, config, {**stored, f"model.layers.0.mlp.down_proj.{part}": changed})))
     with pytest.raises(CheckpointError, match="out of order" if part == "g_idx" else "zero points other than 8"):
         load_params(model.source, CONFIG, Layout(make_mesh(1, 2)), "f32", progress=False)  # type: ignore[arg-type]
+
+
+def test_zero_points_less_one_borrow_from_the_next(tmp_path: Path) -> None:
+    """Zero points 0, 5, 0, 0, 15, 1, 2, 3 in format "gptq", the first in the lowest bits: 0x321F0050 - 0x11111111."""
+    config, stored, _ = made("gptq zeros")
+    name = "model.layers.0.mlp.down_proj"
+    stored = {key: value for key, value in stored.items() if key.startswith(name)}
+    qzeros = stored[f"{name}.qzeros"].copy()
+    qzeros.view(np.uint32)[0, 0] = 0x210DEF3F
+    source = open_packed(write(tmp_path, config, {**stored, f"{name}.qzeros": qzeros}), config)
+    got = source.read_stored(f"{name}.weight", slice(0, 8), slice(0, 128), WeightFormat.parse("int4-g128"))
+    assert got.offsets is not None
+    assert (8 - got.offsets / got.scales)[:, 0].tolist() == pytest.approx([0, 5, 0, 0, 15, 1, 2, 3])
+
+
+def test_the_format_by_its_newer_name(tmp_path: Path) -> None:
+    """ "format" says what "checkpoint_format" does; groups that were fixed first are in order whatever came after."""
+    config, stored, values = made("gptq_v2 zeros")
+    config = {key: value for key, value in config.items() if key != "checkpoint_format"}
+    config |= {"format": "gptq_v2", "desc_act": True, "static_groups": True}
+    name = "model.layers.0.mlp.down_proj.weight"
+    wide = open_packed(write(tmp_path, config, stored), config).read(name, slice(0, 128))
+    np.testing.assert_allclose(wide, values[name], rtol=1e-6, atol=1e-5)
 
 
 def test_words_of_the_writer() -> None:
