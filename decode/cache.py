@@ -278,7 +278,12 @@ def make_cache(
     config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
     """A cache of zeros, each device making its own slice. Compiled at the first call with a shape."""
-    leaves, tree = jax.tree.flatten(abstract_cache(config, batch, max_len, layout, dtype, stacked=stacked))
+    return make(abstract_cache(config, batch, max_len, layout, dtype, stacked=stacked))
+
+
+def make(abstract: KVCache) -> KVCache:
+    """A cache of zeros of these sharded shapes."""
+    leaves, tree = jax.tree.flatten(abstract)
     return jax.tree.unflatten(tree, _zeros(tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)))
 
 

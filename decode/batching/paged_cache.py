@@ -9,6 +9,7 @@ multiples of ``kv_seq``, so this is the contiguous cache's layout, cut up.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from decode.cache import KVCache, _numbers, _to_storage
+from decode.decoder import Decoder
 from kernels.cache_attention import Scales
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
@@ -27,12 +29,27 @@ TILE = 16
 """Prompt tokens that share one reading of their sequence's keys and values."""
 
 
+def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
+    """The sharded shapes of a cache of so many pages of ``page_size`` positions."""
+    cache = decoder.abstract_cache(pages, page_size)
+
+    def in_a_row(scale: Any) -> Any:
+        layers, _, K, size = scale.shape
+        return jax.ShapeDtypeStruct((layers, 1, K, pages * size), scale.dtype, sharding=scale.sharding)
+
+    return replace(
+        cache,
+        key_scales=[in_a_row(scale) for scale in cache.key_scales],
+        value_scales=[in_a_row(scale) for scale in cache.value_scales],
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
     """What the model sees of the cache in one step (``model.llama.Cache``).
 
-    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, pages, K, S]
+    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]
     tables: int32 [R + C / TILE, P], the pages of each row and tile
     positions: int32 [R + C], -1 for padding
     rows: R
@@ -57,7 +74,9 @@ class PagedCache:
         pages = jnp.where(mine, self.tables[tile, place], held.shape[1])  # past the end: dropped
         slots = lax.div(lax.rem(own, page_size), np.int32(members))
 
-        def written(arrays: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+        def written(
+            arrays: list[jax.Array], new: jax.Array, pages: jax.Array = pages, slots: jax.Array = slots
+        ) -> list[jax.Array]:
             changed = list(arrays)
             changed[array] = paged_write(
                 arrays[array],
@@ -74,7 +93,7 @@ class PagedCache:
             storage = arrays[array].dtype
             if scales:
                 new, own = quantize(new, _numbers(storage))
-                scales = written(scales, own)
+                scales = written(scales, own, jnp.where(mine, 0, 1), pages * held.shape[3] + slots)
             return written(arrays, _to_storage(new, storage)), scales
 
         keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])

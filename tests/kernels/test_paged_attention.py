@@ -121,7 +121,8 @@ def test_scaled_caches(implementation, kind):
     positions = np.array([[9], [2]], np.int32)
     q = rng.standard_normal((2, 1, K, G, H)).astype(np.float32)
     where = {"layer": 0, "positions": jnp.asarray(positions), "stride": 1, "offset": 0, "platform": "cpu"}
-    own = Scales(*(unwritten if implementation == "xla" else scales))
+    kept = unwritten if implementation == "xla" else scales
+    own = Scales(*(jnp.moveaxis(x, 2, 1).reshape(1, 1, K, -1) for x in kept))  # page after page
     got = paged_attention(q, *stored, jnp.asarray(tables), **where, implementation=implementation, scales=own).finish()
     for row, length in enumerate((10, 3)):
         k, v = (x[0][tables[row]].swapaxes(1, 2).reshape(-1, K, H)[:length] for x in wide)
