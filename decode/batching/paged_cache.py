@@ -18,7 +18,6 @@ from jax import lax
 
 from decode.cache import KVCache, _numbers, _to_storage
 from decode.decoder import Decoder
-from kernels.cache_attention import Scales
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
 from kernels.paged_attention import extend_taken, paged_attention, paged_extend, paged_write
@@ -111,8 +110,7 @@ class PagedCache:
     ) -> Partial:
         """q [1, R + C, K, G, H]: rows and tiles, each over its own pages."""
         array, slot_layer = self.cache._place(layer)
-        held = self.cache
-        scales = Scales(held.key_scales[array], held.value_scales[array]) if held.key_scales else None
+        held, scales = self.cache, self.cache.scales(array)
 
         def part(begin: int, end: int, tables: jax.Array, size: int) -> Partial:
             found = paged_attention(
@@ -148,21 +146,21 @@ class PagedCache:
     ) -> tuple[jax.Array, PagedCache] | None:
         """heads [1, R + C, K, G + 2, H] -> attention [1, R + C, K, G, H]; see ``decode.cache.KVCache.extend``."""
         array, slot_layer = self.cache._place(layer)
-        keys, values = list(self.cache.keys), list(self.cache.values)
+        keys, values, scales = self.cache.keys[array], self.cache.values[array], self.cache.scales(array)
         row = heads[:, :1]  # whatever the number of tokens, no tile is longer than the kernel takes
-        if self.cache.key_scales or not extend_taken(
-            row, keys[array], values[array], platform=platform, implementation=implementation
-        ):
+        how: dict[str, Any] = {"platform": platform, "implementation": implementation, "scaled": scales is not None}
+        if not extend_taken(row, keys, values, **how):
             return None
-        out, keys[array], values[array] = paged_extend(
+        out, *held = paged_extend(
             heads,
             *rope,
-            keys[array],
-            values[array],
+            keys,
+            values,
             self.tables,
             layer=slot_layer,
             positions=self.positions,
             rows=self.rows,
             tile=TILE,
+            scales=scales,
         )
-        return out, replace(self, cache=KVCache(keys, values))
+        return out, replace(self, cache=self.cache.with_array(array, *held))

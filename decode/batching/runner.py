@@ -17,7 +17,7 @@ from decode.batching.paged_cache import abstract_pages
 from decode.batching.program import Chosen, Packing, set_slot, step
 from decode.batching.request import RequestError
 from decode.batching.shapes import Shapes
-from decode.cache import capacity, make
+from decode.cache import capacity, empty
 from decode.decoder import Decoder
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
@@ -71,7 +71,7 @@ class Runner:
         programs, layout = self.decoder.programs, self.decoder.layout
         began = time.perf_counter()
         M, V = self.max_batch, self._vocab
-        self._cache = make(abstract_pages(self.decoder, self.pages, self.page_size))
+        self._cache = empty(abstract_pages(self.decoder, self.pages, self.page_size))
         self._token = self.decoder._put(np.zeros(M, np.int32), (None,))
         make = jax.jit(
             lambda: (jnp.zeros((M, V), bool), jnp.zeros((M, V), jnp.float32)),

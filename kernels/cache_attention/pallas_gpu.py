@@ -95,7 +95,7 @@ def cache_attention(
     interpret: bool = False,
 ) -> Partial:
     """See ``kernels.cache_attention.cache_attention``."""
-    B, T, K, G, H = q.shape
+    T, G = q.shape[1], q.shape[3]
     keys, values = from_storage(keys), from_storage(values)
     tile = _tile(q, keys)
     assert tile is not None, "the caller asks not_taken"

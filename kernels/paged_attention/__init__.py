@@ -73,7 +73,7 @@ def paged_attention(
         kernel = _pallas(chosen).paged_attention
         return kernel(q, keys, values, tables, **where, scales=scales, interpret=platform == "cpu")
     if chosen == "cpu_native":
-        return cpu_native.paged_attention(q, keys, values, tables, **where)
+        return cpu_native.paged_attention(q, keys, values, tables, **where, scales=scales)
     return xla.paged_attention(q, keys, values, tables, **where, platform=platform, scales=scales)
 
 
@@ -121,7 +121,8 @@ def paged_extend(
     positions: jax.Array,
     rows: int,
     tile: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scales: Scales | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, Scales | None]:
     """What a step does between two products, in one call of C++: turn, store and attend. For CPU and a cache that no
     device shares with another, where ``extend_taken``; elsewhere the caller rotates and uses the other two operations.
 
@@ -132,13 +133,14 @@ def paged_extend(
         tables: int32 [rows + (N - rows) / tile, P], the pages of each of the first ``rows`` tokens, and of each tile
             of ``tile`` tokens after them.
         positions: int32 [N]; -1 for padding, which is not stored and gets 0.
+        scales: of an int8 or fp8 cache, as for ``paged_attention``.
 
     Returns:
-        The weighted mean of the values [1, N, K, G, H] in heads' dtype, and the cache with the new keys and values.
+        The weighted mean of the values [1, N, K, G, H] in heads' dtype, and the cache, its scales too, with the new
+        keys and values.
     """
-    return cpu_native.paged_extend(
-        heads, cos, sin, keys, values, tables, layer=layer, positions=positions, rows=rows, tile=tile
-    )
+    where: dict[str, Any] = {"layer": layer, "positions": positions, "rows": rows, "tile": tile}
+    return cpu_native.paged_extend(heads, cos, sin, keys, values, tables, **where, scales=scales)
 
 
 def _not_pallas(

@@ -1,4 +1,4 @@
-"""Attention over pages for GPU: the contiguous kernel, whose programs look up in the block table where each slot lies."""
+"""Attention over pages for GPU: the contiguous kernel, whose programs find each slot through the block table."""
 
 from __future__ import annotations
 

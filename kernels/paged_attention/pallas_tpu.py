@@ -79,7 +79,7 @@ class Order(NamedTuple):
 
 
 def in_order(tables: jax.Array, last: jax.Array, S: int, pages: int, stride: int, offset: jax.Array) -> Order:
-    """tables [B, P] of sequences whose last positions are ``last`` [B], as a grid of so many pages a step takes them."""
+    """tables [B, P] of sequences whose last positions are ``last`` [B], as a grid of ``pages`` a step takes them."""
     B, P = tables.shape
     own = jnp.pad(tables.astype(jnp.int32), ((0, 0), (0, -P % pages))).reshape(B, -1, pages)
     blocks = own.shape[1]
@@ -118,10 +118,10 @@ def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Arra
         return f"takes keys and values of one dtype, not {keys.dtype} and {values.dtype}"
     if T < 1:
         return "takes at least one new position"
-    if scaled and (S % LANES and LANES % S or keys.shape[1] * S < LANES):
+    if scaled and ((S % LANES and LANES % S) or keys.shape[1] * S < LANES):
         return (
-            f"takes scaled caches of {LANES} slots or more, in pages whose size divides {LANES} or is a multiple of it, "
-            f"not {keys.shape[1]} pages of {S}"
+            f"takes scaled caches of {LANES} slots or more, in pages whose size divides {LANES} or is a multiple of "
+            f"it, not {keys.shape[1]} pages of {S}"
         )
     tile = _tile(q, keys, scaled=scaled)
     if tile is None:

@@ -62,7 +62,7 @@ def test_it_compiles(name: str, shape: tuple[int, ...], stored: Any, in_place: b
     found = compiled(name, shape, stored)
     text = found.as_text()
     assert text.count(f'custom_call_target="{TARGETS[PLATFORMS[name]]}"') == 1
-    B, T, K, G, H, S = shape
+    _, _, K, _, H, S = shape
     if in_place or PLATFORMS[name] == "gpu":
         assert found.memory_analysis().temp_size_in_bytes < PAGES * K * S * H * jnp.dtype(stored).itemsize // 4
         assert not re.search(rf"\[2,{PAGES},{K},{S},{H}\][^ ]* (copy|transpose)\(", text)
