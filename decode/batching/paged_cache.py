@@ -21,6 +21,7 @@ from decode.decoder import Decoder
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
 from kernels.paged_attention import extend_taken, paged_attention, paged_extend, paged_write
+from kernels.tpu_rows import LANES
 from sharding.collectives import axis_size
 from sharding.mesh import KV_SEQ
 
@@ -29,8 +30,17 @@ TILE = 16
 
 
 def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
-    """The sharded shapes of a cache of so many pages of ``page_size`` positions."""
+    """The sharded shapes of a cache of so many pages of ``page_size`` positions.
+
+    On TPU heads are padded to whole registers: XLA lays out an array of shorter ones with the pages innermost, and
+    would copy all of it, there and back, in each step.
+    """
     cache = decoder.abstract_cache(pages, page_size)
+
+    def whole(numbers: Any) -> Any:
+        size = numbers.shape[-1]
+        size = -(-size // LANES) * LANES if decoder.layout.platform == "tpu" else size
+        return jax.ShapeDtypeStruct((*numbers.shape[:-1], size), numbers.dtype, sharding=numbers.sharding)
 
     def in_a_row(scale: Any) -> Any:
         layers, _, K, size = scale.shape
@@ -38,6 +48,8 @@ def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
 
     return replace(
         cache,
+        keys=[whole(numbers) for numbers in cache.keys],
+        values=[whole(numbers) for numbers in cache.values],
         key_scales=[in_a_row(scale) for scale in cache.key_scales],
         value_scales=[in_a_row(scale) for scale in cache.value_scales],
     )
@@ -48,7 +60,7 @@ def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
 class PagedCache:
     """What the model sees of the cache in one step (``model.llama.Cache``).
 
-    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]
+    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]; see ``abstract_pages``
     tables: int32 [R + C / TILE, P], the pages of each row and tile
     positions: int32 [R + C], -1 for padding
     rows: R
@@ -93,6 +105,8 @@ class PagedCache:
             if scales:
                 new, own = quantize(new, _numbers(storage))
                 scales = written(scales, own, jnp.where(mine, 0, 1), pages * held.shape[3] + slots)
+            if missing := arrays[array].shape[-1] - new.shape[-1]:  # see abstract_pages
+                new = jnp.pad(new, ((0, 0), (0, 0), (0, missing)))
             return written(arrays, _to_storage(new, storage)), scales
 
         keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -153,11 +154,11 @@ class Runner:
 
     def _affordable(self) -> int:
         """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
-        config, layout = self.decoder.config, self.decoder.layout
+        layout = self.decoder.layout
         device = layout.mesh.local_devices[0]
         limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
         if limit is None:
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
-        page = 2 * config.num_layers * config.num_kv_heads * self.page_size * config.head_dim
-        page_bytes = page * self.decoder.cache_dtype.itemsize // layout.tp
-        return max(self.pages_each, int(MEMORY_SHARE * limit) // max(page_bytes, 1))
+        page = jax.tree.leaves(abstract_pages(self.decoder, 1, self.page_size))
+        page_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in page)
+        return max(self.pages_each, int(MEMORY_SHARE * limit) // page_bytes)

@@ -44,7 +44,8 @@ def paged_attention(
     Args:
         q: [B, T, K, G, H], any float dtype.
         keys, values: [L, pages, K, S, H]; ``layer`` picks the first axis. uint16 holds the bits of bf16.
-            int8 and fp8 (float8_e4m3fn, or uint8 that holds its bits) go with ``scales``.
+            int8 and fp8 (float8_e4m3fn, or uint8 that holds its bits) go with ``scales``. Heads may be longer than
+            those of q, the rest zeros: on TPU heads that fill no register are laid out as no kernel takes them.
         tables: int32 [B, P], the pages of each tile's sequence in order. Entries past its last position are not read,
             or read and not used, so they must be pages too: 0 will do.
         positions: int32 [B, T].
@@ -57,6 +58,9 @@ def paged_attention(
     Raises:
         KernelError: an unknown implementation, or one that does not take these operands.
     """
+    H, longer = q.shape[-1], keys.shape[-1]
+    if longer > H:  # scores are divided by the root of the longer size
+        q = jnp.pad((q.astype(jnp.float32) * (longer / H) ** 0.5).astype(q.dtype), [(0, 0)] * 4 + [(0, longer - H)])
     chosen = select(
         "paged_attention",
         implementation,
@@ -67,14 +71,16 @@ def paged_attention(
     )
     where: dict[str, Any] = {"layer": layer, "positions": positions, "stride": stride, "offset": offset}
     if chosen == "reference":
-        return reference.paged_attention(q, keys, values, tables, **where, scales=scales)
-    if chosen in PALLAS.values():
+        found = reference.paged_attention(q, keys, values, tables, **where, scales=scales)
+    elif chosen in PALLAS.values():
         # On CPU a kernel asked for by name is interpreted: slow, and how it is tested.
         kernel = _pallas(chosen).paged_attention
-        return kernel(q, keys, values, tables, **where, scales=scales, interpret=platform == "cpu")
-    if chosen == "cpu_native":
-        return cpu_native.paged_attention(q, keys, values, tables, **where, scales=scales)
-    return xla.paged_attention(q, keys, values, tables, **where, platform=platform, scales=scales)
+        found = kernel(q, keys, values, tables, **where, scales=scales, interpret=platform == "cpu")
+    elif chosen == "cpu_native":
+        found = cpu_native.paged_attention(q, keys, values, tables, **where, scales=scales)
+    else:
+        found = xla.paged_attention(q, keys, values, tables, **where, platform=platform, scales=scales)
+    return found._replace(out=found.out[..., :H])
 
 
 def paged_write(

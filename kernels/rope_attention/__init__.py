@@ -60,8 +60,8 @@ def rope_attention(
         scales: float32 [L, B, K, S] each, of int8 and fp8 caches; None for wide ones.
 
     Returns:
-        The weighted mean of the values [B, T, K, G, H] in heads' dtype, and the cache, its scales too, with the new keys and
-        values.
+        The weighted mean of the values [B, T, K, G, H] in heads' dtype, and the cache, its scales too, with the new
+        keys and values.
 
     Raises:
         KernelError: an unknown implementation, or one that does not take these operands.

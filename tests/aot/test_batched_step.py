@@ -28,20 +28,19 @@ L, SLOTS, PAGES, PAGE, TABLE = 2, 64, 16384, 16, 512
 CALLS = {"tpu": "tpu_custom_call", "gpu": "__gpu$xla.gpu.triton"}
 
 
-def compiled(name: str, cache_dtype: str) -> tuple[Any, Any, str]:
-    """llama-3.1-8b over eight devices, 16 decodes and four tiles of prompts: the program, its cache, its platform."""
-    config = replace(preset("llama-3.1-8b"), num_layers=L)
+def engine(model: str, name: str, cache_dtype: str) -> tuple[Programs, Decoder]:
+    """A model over eight devices, without weights."""
+    config = replace(preset(model), num_layers=L)
     layout = Layout(machine(name).mesh(8, config.num_kv_heads))
     programs = Programs(config, jnp.bfloat16, layout, "unrolled", cache_dtype=cache_dtype)
-    params = programs.abstract_params()
-    decoder = Decoder(
-        config,
-        dict(zip(programs.paths, params, strict=True)),  # type: ignore[arg-type]
-        layout,
-        jnp.bfloat16,
-        layers="unrolled",
-        cache_dtype=cache_dtype,
-    )
+    shapes: Any = dict(zip(programs.paths, programs.abstract_params(), strict=True))
+    return programs, Decoder(config, shapes, layout, jnp.bfloat16, layers="unrolled", cache_dtype=cache_dtype)
+
+
+def compiled(name: str, cache_dtype: str) -> tuple[Any, Any, str]:
+    """llama-3.1-8b, 16 decodes and four tiles of prompts: the program, its cache, its platform."""
+    programs, decoder = engine("llama-3.1-8b", name, cache_dtype)
+    config, layout = decoder.config, decoder.layout
     cache = abstract_pages(decoder, PAGES, PAGE)
     shape = Packing(16, 4 * TILE, TABLE)
 
@@ -52,7 +51,11 @@ def compiled(name: str, cache_dtype: str) -> tuple[Any, Any, str]:
     slots = array((SLOTS,), jnp.int32, (None,)), array((SLOTS, V), bool, SEEN), array((SLOTS, V), jnp.float32, SEEN)
     vector = array((shape.size,), jnp.int32, (None,))
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):  # tells kernels which chip they are for
-        return step(programs, shape).lower(params, cache, *slots, vector).compile(), cache, layout.platform
+        return (
+            step(programs, shape).lower(programs.abstract_params(), cache, *slots, vector).compile(),
+            cache,
+            layout.platform,
+        )
 
 
 @pytest.mark.parametrize(("name", "cache_dtype"), [("v6e:2x4", "int8"), ("h100x8", "bfloat16")])
@@ -83,3 +86,12 @@ def test_a_step_is_as_designed(name: str, cache_dtype: str) -> None:
         if type_elements(one.instruction.type) in sizes
     ]
     assert copies == []
+
+
+@pytest.mark.parametrize(("name", "size"), [("v6e:2x4", 128), ("h100x8", 64)])
+def test_on_tpu_heads_fill_whole_registers(name: str, size: int) -> None:
+    """llama-3.2-1b has heads of 64, and XLA:TPU would keep its pages in a layout that no kernel takes."""
+    _, decoder = engine("llama-3.2-1b", name, "int8")
+    cache = abstract_pages(decoder, 10, PAGE)
+    assert {leaf.shape for leaf in cache.keys + cache.values} == {(1, 10, 8, PAGE, size)}
+    assert {leaf.shape for leaf in cache.key_scales + cache.value_scales} == {(1, 1, 8, 10 * PAGE)}

@@ -170,6 +170,13 @@ def test_members_merge_to_the_whole(implementation: str) -> None:
     np.testing.assert_allclose(merged.finish(), want, atol=TIGHT)
 
 
+def test_a_cache_of_longer_heads_than_the_queries() -> None:
+    """Padded with zeros, as a TPU's is."""
+    case = Case((2, 2, 1, 3, 20, 8), jnp.float32, [[18, 19], [2, -1]])
+    case.keys, case.values = (jnp.pad(x, [(0, 0)] * 4 + [(0, 12)]) for x in (case.keys, case.values))
+    case.check("xla")
+
+
 @pytest.mark.parametrize("implementation", NAMES)
 def test_storage_of_bits(implementation: str) -> None:
     """uint16 that holds bf16, as a cache on CPU keeps it."""
