@@ -60,7 +60,7 @@ def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
 class PagedCache:
     """What the model sees of the cache in one step (``model.llama.Cache``).
 
-    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]; see ``abstract_pages``
+    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]: ``abstract_pages``
     tables: int32 [R + C / TILE, P], the pages of each row and tile
     positions: int32 [R + C], -1 for padding
     rows: R

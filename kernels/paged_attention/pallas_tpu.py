@@ -32,7 +32,7 @@ MOST_PAGES, MOST_SLOTS = 16, 256
 MOST_ROWS = 512
 """Queries (positions times group) of a head that one sequence may have."""
 
-SMEM_BYTES = 512 << 10
+SMEM_BYTES = 768 << 10
 """What tables and the order of the grid may take of the 1 MiB of scalar memory."""
 
 
