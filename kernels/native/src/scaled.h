@@ -55,10 +55,10 @@ inline void PutEntry(const float* x, int64_t H, C* to, float* scale) {
       const float size = std::fabs(x[h]);
       if (size > most || size != size) most = size;  // nothing is more than NaN, which so stays
     }
-    *scale = most * (1.0f / kLargest<C>);  // as XLA divides by a constant
+    *scale = most * (1.0f / kLargest<C>);  // XLA divides so, by constants and by one number for many
     // Zeros, and numbers so small that their scale would be denormal, are stored as zeros.
-    const float by = *scale < std::numeric_limits<float>::min() ? std::numeric_limits<float>::infinity() : *scale;
-    for (int64_t h = 0; h < H; ++h) PutScaled(x[h] / by, to + h);
+    const float by = *scale < std::numeric_limits<float>::min() ? 0.0f : 1.0f / *scale;
+    for (int64_t h = 0; h < H; ++h) PutScaled(x[h] * by, to + h);
   } else {
     for (int64_t h = 0; h < H; ++h) Put(x[h], to + h);
   }
