@@ -89,7 +89,7 @@ class KVCache:
             offset=lax.axis_index(KV_SEQ),
             platform=platform,
             implementation=implementation,
-            scales=Scales(self.key_scales[array], self.value_scales[array]) if self.key_scales else None,
+            scales=self.scales(array),
         )
 
     def extend(
@@ -108,15 +108,28 @@ class KVCache:
         member, which holds every position.
         """
         array, slot_layer = self._place(layer)
-        keys, values = list(self.keys), list(self.values)
-        if self.key_scales or not taken(
-            heads, keys[array], values[array], platform=platform, implementation=implementation
-        ):
+        keys, values = self.keys[array], self.values[array]
+        scales = self.scales(array)
+        how: dict[str, Any] = {"platform": platform, "implementation": implementation, "scaled": scales is not None}
+        if not taken(heads, keys, values, **how):
             return None
-        out, keys[array], values[array] = rope_attention(
-            heads, *rope, keys[array], values[array], layer=slot_layer, positions=positions, platform=platform
+        out, *held = rope_attention(
+            heads, *rope, keys, values, layer=slot_layer, positions=positions, platform=platform, scales=scales
         )
-        return out, KVCache(keys, values)
+        return out, self.with_array(array, *held)
+
+    def scales(self, array: int) -> Scales | None:
+        """Those beside the keys and values of one array."""
+        return Scales(self.key_scales[array], self.value_scales[array]) if self.key_scales else None
+
+    def with_array(self, array: int, keys: jax.Array, values: jax.Array, scales: Scales | None) -> KVCache:
+        """The cache with these in place of one array's."""
+
+        def changed(arrays: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+            return [new if index == array else one for index, one in enumerate(arrays)]
+
+        beside = () if scales is None else map(changed, (self.key_scales, self.value_scales), scales)
+        return KVCache(changed(self.keys, keys), changed(self.values, values), *beside)
 
     def _place(self, layer: jax.Array | int) -> tuple[int, jax.Array | int]:
         """Which array holds a layer, and where in it."""
@@ -278,7 +291,12 @@ def make_cache(
     config: LlamaConfig, batch: int, max_len: int, layout: Layout, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
     """A cache of zeros, each device making its own slice. Compiled at the first call with a shape."""
-    leaves, tree = jax.tree.flatten(abstract_cache(config, batch, max_len, layout, dtype, stacked=stacked))
+    return empty(abstract_cache(config, batch, max_len, layout, dtype, stacked=stacked))
+
+
+def empty(abstract: KVCache) -> KVCache:
+    """A cache of zeros of these sharded shapes."""
+    leaves, tree = jax.tree.flatten(abstract)
     return jax.tree.unflatten(tree, _zeros(tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)))
 
 

@@ -9,6 +9,7 @@ multiples of ``kv_seq``, so this is the contiguous cache's layout, cut up.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import numpy as np
 from jax import lax
 
 from decode.cache import KVCache, _numbers, _to_storage
-from kernels.cache_attention import Scales
+from decode.decoder import Decoder
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
 from kernels.paged_attention import extend_taken, paged_attention, paged_extend, paged_write
+from kernels.tpu_rows import LANES
 from sharding.collectives import axis_size
 from sharding.mesh import KV_SEQ
 
@@ -27,12 +29,38 @@ TILE = 16
 """Prompt tokens that share one reading of their sequence's keys and values."""
 
 
+def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
+    """The sharded shapes of a cache of so many pages of ``page_size`` positions.
+
+    On TPU heads are padded to whole registers: XLA lays out an array of shorter ones with the pages innermost, and
+    would copy all of it, there and back, in each step.
+    """
+    cache = decoder.abstract_cache(pages, page_size)
+
+    def whole(numbers: Any) -> Any:
+        size = numbers.shape[-1]
+        size = -(-size // LANES) * LANES if decoder.layout.platform == "tpu" else size
+        return jax.ShapeDtypeStruct((*numbers.shape[:-1], size), numbers.dtype, sharding=numbers.sharding)
+
+    def in_a_row(scale: Any) -> Any:
+        layers, _, K, size = scale.shape
+        return jax.ShapeDtypeStruct((layers, 1, K, pages * size), scale.dtype, sharding=scale.sharding)
+
+    return replace(
+        cache,
+        keys=[whole(numbers) for numbers in cache.keys],
+        values=[whole(numbers) for numbers in cache.values],
+        key_scales=[in_a_row(scale) for scale in cache.key_scales],
+        value_scales=[in_a_row(scale) for scale in cache.value_scales],
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
     """What the model sees of the cache in one step (``model.llama.Cache``).
 
-    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, pages, K, S]
+    cache: arrays [layers, pages, K, S, H], and for int8 and fp8 scales [layers, 1, K, pages * S]: ``abstract_pages``
     tables: int32 [R + C / TILE, P], the pages of each row and tile
     positions: int32 [R + C], -1 for padding
     rows: R
@@ -57,7 +85,9 @@ class PagedCache:
         pages = jnp.where(mine, self.tables[tile, place], held.shape[1])  # past the end: dropped
         slots = lax.div(lax.rem(own, page_size), np.int32(members))
 
-        def written(arrays: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+        def written(
+            arrays: list[jax.Array], new: jax.Array, pages: jax.Array = pages, slots: jax.Array = slots
+        ) -> list[jax.Array]:
             changed = list(arrays)
             changed[array] = paged_write(
                 arrays[array],
@@ -74,7 +104,9 @@ class PagedCache:
             storage = arrays[array].dtype
             if scales:
                 new, own = quantize(new, _numbers(storage))
-                scales = written(scales, own)
+                scales = written(scales, own, jnp.where(mine, 0, 1), pages * held.shape[3] + slots)
+            if missing := arrays[array].shape[-1] - new.shape[-1]:  # see abstract_pages
+                new = jnp.pad(new, ((0, 0), (0, 0), (0, missing)))
             return written(arrays, _to_storage(new, storage)), scales
 
         keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])
@@ -92,8 +124,7 @@ class PagedCache:
     ) -> Partial:
         """q [1, R + C, K, G, H]: rows and tiles, each over its own pages."""
         array, slot_layer = self.cache._place(layer)
-        held = self.cache
-        scales = Scales(held.key_scales[array], held.value_scales[array]) if held.key_scales else None
+        held, scales = self.cache, self.cache.scales(array)
 
         def part(begin: int, end: int, tables: jax.Array, size: int) -> Partial:
             found = paged_attention(
@@ -129,21 +160,21 @@ class PagedCache:
     ) -> tuple[jax.Array, PagedCache] | None:
         """heads [1, R + C, K, G + 2, H] -> attention [1, R + C, K, G, H]; see ``decode.cache.KVCache.extend``."""
         array, slot_layer = self.cache._place(layer)
-        keys, values = list(self.cache.keys), list(self.cache.values)
+        keys, values, scales = self.cache.keys[array], self.cache.values[array], self.cache.scales(array)
         row = heads[:, :1]  # whatever the number of tokens, no tile is longer than the kernel takes
-        if self.cache.key_scales or not extend_taken(
-            row, keys[array], values[array], platform=platform, implementation=implementation
-        ):
+        how: dict[str, Any] = {"platform": platform, "implementation": implementation, "scaled": scales is not None}
+        if not extend_taken(row, keys, values, **how):
             return None
-        out, keys[array], values[array] = paged_extend(
+        out, *held = paged_extend(
             heads,
             *rope,
-            keys[array],
-            values[array],
+            keys,
+            values,
             self.tables,
             layer=slot_layer,
             positions=self.positions,
             rows=self.rows,
             tile=TILE,
+            scales=scales,
         )
-        return out, replace(self, cache=KVCache(keys, values))
+        return out, replace(self, cache=self.cache.with_array(array, *held))

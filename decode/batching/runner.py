@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from decode.batching.options import EngineOptions
+from decode.batching.paged_cache import abstract_pages
 from decode.batching.program import Chosen, Packing, set_slot, step
 from decode.batching.request import RequestError
 from decode.batching.shapes import Shapes
-from decode.cache import capacity
+from decode.cache import capacity, empty
 from decode.decoder import Decoder
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
@@ -70,7 +72,7 @@ class Runner:
         programs, layout = self.decoder.programs, self.decoder.layout
         began = time.perf_counter()
         M, V = self.max_batch, self._vocab
-        self._cache = self.decoder.make_cache(self.pages, self.page_size)
+        self._cache = empty(abstract_pages(self.decoder, self.pages, self.page_size))
         self._token = self.decoder._put(np.zeros(M, np.int32), (None,))
         make = jax.jit(
             lambda: (jnp.zeros((M, V), bool), jnp.zeros((M, V), jnp.float32)),
@@ -152,11 +154,11 @@ class Runner:
 
     def _affordable(self) -> int:
         """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
-        config, layout = self.decoder.config, self.decoder.layout
+        layout = self.decoder.layout
         device = layout.mesh.local_devices[0]
         limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
         if limit is None:
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
-        page = 2 * config.num_layers * config.num_kv_heads * self.page_size * config.head_dim
-        page_bytes = page * self.decoder.cache_dtype.itemsize // layout.tp
-        return max(self.pages_each, int(MEMORY_SHARE * limit) // max(page_bytes, 1))
+        page = jax.tree.leaves(abstract_pages(self.decoder, 1, self.page_size))
+        page_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in page)
+        return max(self.pages_each, int(MEMORY_SHARE * limit) // page_bytes)

@@ -67,7 +67,7 @@ def cache_attention(
         # On CPU a kernel asked for by name is interpreted: slow, and how it is tested.
         return _pallas(chosen).cache_attention(q, keys, values, **where, scales=scales, interpret=platform == "cpu")
     if chosen == "cpu_native":
-        return cpu_native.cache_attention(q, keys, values, **where)
+        return cpu_native.cache_attention(q, keys, values, **where, scales=scales)
     return xla.cache_attention(q, keys, values, **where, platform=platform, scales=scales)
 
 

@@ -7,8 +7,9 @@ al., 2023). Prefill has many blocks of queries and needs no split.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,16 +95,78 @@ def cache_attention(
     interpret: bool = False,
 ) -> Partial:
     """See ``kernels.cache_attention.cache_attention``."""
-    B, T, K, G, H = q.shape
+    T, G = q.shape[1], q.shape[3]
     keys, values = from_storage(keys), from_storage(values)
     tile = _tile(q, keys)
     assert tile is not None, "the caller asks not_taken"
+    S = keys.shape[3]
+
+    def locate(where: Where, tables: Any) -> tuple[Any, ...]:
+        # The last block is pulled back inside the cache; slots that an earlier block covered are masked.
+        first = where.block * tile.slots
+        start = jnp.minimum(first, S - tile.slots)
+        slots = start + jnp.arange(tile.slots, dtype=jnp.int32)
+        place = (where.layer, where.row, where.head, pl.ds(start, tile.slots))
+        return slots, slots >= first, place, place
+
+    part = run(
+        q,
+        keys,
+        values,
+        layer=layer,
+        positions=positions,
+        stride=stride,
+        offset=offset,
+        scales=scales,
+        interpret=interpret,
+        tile=tile,
+        locate=locate,
+        name="cache_attention",
+    )
+    return by_position(part, T, G)
+
+
+class Where(NamedTuple):
+    """Which slots a program wants next: block ``block`` of one row and head, whose last position is ``last``."""
+
+    layer: Any
+    row: Any
+    head: Any
+    block: Any
+    last: Any
+    offset: Any
+
+
+Locate = Callable[[Where, Any], tuple[Any, ...]]
+"""(where, tables) -> the slots int32 [n] as a row counts them, which of them are new (or None: all), and the indices of
+their entries in keys and values and in scales, of all axes but H."""
+
+
+def run(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    stride: int,
+    offset: jax.Array | int,
+    scales: Scales | None,
+    interpret: bool,
+    tile: Tile,
+    locate: Locate,
+    name: str,
+    tables: jax.Array | None = None,
+) -> Partial:
+    """The partial of q [B, T, K, G, H] by head, [B, K, R...], wherever ``locate`` finds the slots of a row."""
     rows = by_head(q, positions, tile.rows)
+    K, H = rows.q.shape[1], rows.q.shape[3]
     place = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(offset, jnp.int32)])
     shape = (tile.splits, *rows.q.shape[:3])
+    own = [] if tables is None else [tables.astype(jnp.int32)]
     parts = pl.pallas_call(
-        _kernel(tile, keys.shape[2:], stride, scaled=scales is not None),
-        grid=(B * K, rows.last.shape[1], tile.splits),
+        _kernel(tile, K, H, stride, locate, scaled=scales is not None, paged=tables is not None),
+        grid=(rows.q.shape[0] * K, rows.last.shape[1], tile.splits),
         out_shape=[
             jax.ShapeDtypeStruct((*shape, H), jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -111,10 +174,9 @@ def cache_attention(
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=STAGES),
         interpret=interpret,
-        name="cache_attention",
-    )(place, rows.last, rows.positions, rows.q, keys, values, *(scales or ()))
-    whole = merge(Partial(*parts)) if tile.splits > 1 else Partial(*(x[0] for x in parts))
-    return by_position(whole, T, G)
+        name=name,
+    )(place, rows.last, rows.positions, rows.q, keys, values, *own, *(scales or ()))
+    return merge(Partial(*parts)) if tile.splits > 1 else Partial(*(x[0] for x in parts))
 
 
 def _tile(q: jax.Array, keys: jax.Array) -> Tile | None:
@@ -122,12 +184,12 @@ def _tile(q: jax.Array, keys: jax.Array) -> Tile | None:
     return choose(B, K, T * G, keys.shape[3], H, keys.dtype.itemsize, q.dtype.itemsize)
 
 
-def _kernel(tile: Tile, cache: tuple[int, ...], stride: int, *, scaled: bool) -> Any:
-    K, S, H = cache
+def _kernel(tile: Tile, K: int, H: int, stride: int, locate: Locate, *, scaled: bool, paged: bool) -> Any:
     pieces = _powers_of_two(H)
 
     def kernel(place: Any, last: Any, row_positions: Any, q: Any, keys: Any, values: Any, *refs: Any) -> None:
-        key_scales, value_scales = refs[:2] if scaled else (None, None)
+        tables = refs[0] if paged else None
+        key_scales, value_scales = refs[paged : paged + 2] if scaled else (None, None)
         out, top_out, total_out = refs[-3:]
         b, h = pl.program_id(0) // K, pl.program_id(0) % K
         j, split = pl.program_id(1), pl.program_id(2)
@@ -140,29 +202,27 @@ def _kernel(tile: Tile, cache: tuple[int, ...], stride: int, *, scaled: bool) ->
 
         def step(index: Any, carry: Any) -> Any:
             accs, top, total = carry
-            # The last block is pulled back inside the cache; slots that an earlier block covered are masked.
-            first = index * tile.slots
-            start = jnp.minimum(first, S - tile.slots)
-            slots = start + jnp.arange(tile.slots, dtype=jnp.int32)
+            slots, new, here, scales_here = locate(Where(layer, b, h, index, ending, offset), tables)
             at = slots * stride + offset
-            seen = (at[None, :] <= sees[:, None]) & (slots >= first)[None, :]
-            here = pl.ds(start, tile.slots)
+            seen = at[None, :] <= sees[:, None]
+            if new is not None:
+                seen &= new[None, :]
             scores = jnp.zeros((tile.rows, tile.slots), jnp.float32)
             for query, piece in zip(queries, pieces, strict=True):
-                scores += _dot(query, widened(keys[layer, b, h, here, piece], query.dtype).T)
+                scores += _dot(query, widened(keys[(*here, piece)], query.dtype).T)
             scores *= H**-0.5
             if scaled:
-                scores *= key_scales[layer, b, h, here][None, :]
+                scores *= key_scales[scales_here][None, :]
             scores = jnp.where(seen, scores, MASKED)
             now = jnp.maximum(top, jnp.max(scores, axis=1))
             weight = jnp.where(seen, jnp.exp(scores - now[:, None]), 0.0)
             decay = jnp.exp(top - now)
             total = total * decay + jnp.sum(weight, axis=1)
             if scaled:
-                weight = jnp.where(seen, weight * value_scales[layer, b, h, here][None, :], 0.0)
+                weight = jnp.where(seen, weight * value_scales[scales_here][None, :], 0.0)
             added = []
             for acc, query, piece in zip(accs, queries, pieces, strict=True):
-                v = widened(values[layer, b, h, here, piece], query.dtype)
+                v = widened(values[(*here, piece)], query.dtype)
                 # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
                 v = jnp.where((at <= ending)[:, None], v, jnp.zeros_like(v))
                 added.append(acc * decay[:, None] + _dot(weight, v))

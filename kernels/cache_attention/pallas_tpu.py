@@ -198,27 +198,15 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
                 slots_down = s * tile.slots + lax.broadcasted_iota(jnp.int32, (tile.slots, 1), 0)
                 held = slots_down * stride + offset[0] <= last[at]
             for head in range(tile.heads):
-                scores = _dot(q[0, head], widened(keys[0, 0, head], q.dtype), ((1,), (1,))) * q.shape[-1] ** -0.5
-                if scaled:
-                    scores = scores * key_scales[0, 0, pl.ds(h * tile.heads + head, 1), :]
-                if masked:
-                    scores = jnp.where(seen, scores, MASKED)
-                before = top[head][:, :1]
-                now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-                weight = jnp.exp(scores - now)
-                if masked:
-                    weight = jnp.where(seen, weight, 0.0)
-                decay = jnp.exp(before - now)
-                total[head] = total[head] * decay + jnp.sum(weight, axis=1, keepdims=True)
-                if scaled:
-                    weight = weight * value_scales[0, 0, pl.ds(h * tile.heads + head, 1), :]
-                v = values[0, 0, head]
-                if masked:
-                    # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
-                    weight = jnp.where(seen, weight, 0.0) if scaled else weight
-                    v = jnp.where(held, v.astype(jnp.float32), 0.0)
-                acc[head] = acc[head] * decay + _dot(weight, v.astype(_meets(values.dtype, q.dtype)), ((1,), (0,)))
-                top[head] = jnp.broadcast_to(now, top.shape[1:])
+                own = pl.ds(h * tile.heads + head, 1)
+                absorb(
+                    q[0, head],
+                    keys[0, 0, head],
+                    values[0, 0, head],
+                    (key_scales[0, 0, own, :], value_scales[0, 0, own, :]) if scaled else None,
+                    (seen, held) if masked else None,
+                    (acc.at[head], top.at[head], total.at[head]),
+                )
 
         # Most blocks are seen whole by every query of theirs, and need no mask.
         whole = ((s + 1) * tile.slots - 1) * stride + offset[0] <= first[at]
@@ -231,6 +219,45 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
             stats[0] = jnp.concatenate([top[:, :, :1], total[:, :, :1]], axis=2)
 
     return kernel
+
+
+def absorb(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None,
+    masks: tuple[jax.Array, jax.Array] | None,
+    state: tuple[Any, Any, Any],
+) -> None:
+    """One head's block of keys and values [slots, H] into the running softmax of its queries [rows, H].
+
+    Args:
+        scales: [1, slots] of keys and of values.
+        masks: [rows, slots], which slots each query sees, and [slots, 1], which ones hold anything; None: all.
+        state: references to the output [rows, H], and to its maximum and sum, each in every lane of [rows, LANES].
+    """
+    acc, top, total = state
+    scores = _dot(q, widened(k, q.dtype), ((1,), (1,))) * q.shape[-1] ** -0.5
+    if scales is not None:
+        scores = scores * scales[0]
+    if masks is not None:
+        scores = jnp.where(masks[0], scores, MASKED)
+    before = top[...][:, :1]
+    now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weight = jnp.exp(scores - now)
+    if masks is not None:
+        weight = jnp.where(masks[0], weight, 0.0)
+    decay = jnp.exp(before - now)
+    total[...] = total[...] * decay + jnp.sum(weight, axis=1, keepdims=True)
+    if scales is not None:
+        weight = weight * scales[1]
+    if masks is not None:
+        # A slot never written may hold anything, NaN included: zero weight alone would not silence it.
+        weight = jnp.where(masks[0], weight, 0.0) if scales is not None else weight
+        meets = _meets(v.dtype, q.dtype)
+        v = jnp.where(masks[1], v.astype(jnp.float32), 0.0).astype(meets)
+    acc[...] = acc[...] * decay + _dot(weight, v.astype(_meets(v.dtype, q.dtype)), ((1,), (0,)))
+    top[...] = jnp.broadcast_to(now, top.shape)
 
 
 def _meets(cache: jnp.dtype, q: jnp.dtype) -> jnp.dtype:

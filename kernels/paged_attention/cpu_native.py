@@ -8,6 +8,7 @@ import numpy as np
 
 from kernels.cache_attention import cpu_native
 from kernels.cache_attention.partial import Partial
+from kernels.cache_attention.scaled import Scales
 
 
 def not_taken(q: jax.Array, keys: jax.Array, values: jax.Array, scaled: bool) -> str | None:
@@ -25,12 +26,13 @@ def paged_attention(
     positions: jax.Array,
     stride: int,
     offset: jax.Array | int,
+    scales: Scales | None = None,
 ) -> Partial:
     """See ``kernels.paged_attention.paged_attention``."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1], q.shape[:-1])]
     call = jax.ffi.ffi_call("shardstream_paged_attention", shapes)
     place = (jnp.asarray(layer, jnp.int32), positions.astype(jnp.int32), jnp.asarray(offset, jnp.int32))
-    return Partial(*call(q, keys, values, tables, *place, stride=np.int32(stride)))
+    return Partial(*call(q, keys, values, tables, *place, *(scales or ()), stride=np.int32(stride)))
 
 
 def paged_write(
@@ -58,12 +60,21 @@ def paged_extend(
     positions: jax.Array,
     rows: int,
     tile: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scales: Scales | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, Scales | None]:
     """See ``kernels.paged_attention.paged_extend``."""
     _, N, K, group, H = heads.shape
+    held = (keys, values, *(scales or ()))
     shapes = [jax.ShapeDtypeStruct((1, N, K, group - 2, H), heads.dtype)]
-    shapes += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (keys, values)]
-    call = jax.ffi.ffi_call("shardstream_paged_extend", shapes, input_output_aliases={3: 1, 4: 2})
+    shapes += [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in held]
+    aliases = {3: 1, 4: 2, 8: 3, 9: 4}  # of the cache, and of its scales, which come last
+    call = jax.ffi.ffi_call(
+        "shardstream_paged_extend",
+        shapes,
+        input_output_aliases={given: back for given, back in aliases.items() if back <= len(held)},
+    )
     place = (tables, jnp.asarray(layer, jnp.int32), positions.astype(jnp.int32))
-    out, keys, values = call(heads, cos, sin, keys, values, *place, rows=np.int32(rows), tile=np.int32(tile))
-    return out, keys, values
+    out, keys, values, *own = call(
+        heads, cos, sin, keys, values, *place, *(scales or ()), rows=np.int32(rows), tile=np.int32(tile)
+    )
+    return out, keys, values, Scales(*own) if own else None

@@ -24,8 +24,17 @@ def paged_attention(
 ) -> Partial:
     """See ``kernels.paged_attention.paged_attention``."""
     k, v = (_contiguous(cache[layer], tables)[None] for cache in (keys, values))
-    own = None if scales is None else Scales(*(_contiguous(cache[layer], tables)[None] for cache in scales))
+    own = (
+        None
+        if scales is None
+        else Scales(*(_contiguous(_by_page(x[layer, 0], keys.shape[3]), tables)[None] for x in scales))
+    )
     return reference.cache_attention(q, k, v, layer=0, positions=positions, stride=stride, offset=offset, scales=own)
+
+
+def _by_page(scales: jax.Array, S: int) -> jax.Array:
+    """scales [K, pages * S] -> [pages, K, S]."""
+    return jnp.moveaxis(scales.reshape(scales.shape[0], -1, S), 1, 0)
 
 
 def _contiguous(cache: jax.Array, tables: jax.Array) -> jax.Array:

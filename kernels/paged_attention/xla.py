@@ -40,8 +40,14 @@ def paged_attention(
     def read(cache: jax.Array, pages: jax.Array) -> jax.Array:
         # The barrier keeps the reading in the loop: see kernels.cache_attention.xla.
         cache, pages = lax.optimization_barrier((cache, pages))
-        got = jnp.moveaxis(cache[layer, pages], 2, 1)  # [B, K, together, S, ...]
-        return got.reshape(B, K, block, *got.shape[4:])
+        got = jnp.moveaxis(cache[layer, pages], 2, 1)  # [B, K, together, S, H]
+        return got.reshape(B, K, block, H)
+
+    def read_scales(scale: jax.Array, pages: jax.Array) -> jax.Array:
+        scale, pages = lax.optimization_barrier((scale, pages))
+        one = jax.vmap(lambda page: lax.dynamic_slice(scale, (layer, 0, 0, page * S), (1, 1, K, S))[0, 0])
+        got = one(pages.reshape(-1)).reshape(B, together, K, S)
+        return jnp.moveaxis(got, 2, 1).reshape(B, K, block)
 
     def wide(cache: jax.Array, pages: jax.Array) -> jax.Array:
         numbers = widened(read(cache, pages), q.dtype)
@@ -53,7 +59,7 @@ def paged_attention(
         seen = slot_positions <= row_positions
         scores = _dot(rows, wide(keys, pages), ((3,), (3,))) * H**-0.5
         if scales is not None:
-            scores = scores * read(scales.keys, pages)[:, :, None]
+            scores = scores * read_scales(scales.keys, pages)[:, :, None]
         scores = jnp.where(seen, scores, MASKED)
         top = jnp.maximum(carry.max, jnp.max(scores, axis=-1))
         weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
@@ -62,7 +68,7 @@ def paged_attention(
         v = jnp.where(slot_positions[:, None] <= row_last, wide(values, pages), 0)
         total = carry.sum * decay + jnp.sum(weight, axis=-1)
         if scales is not None:
-            weight = jnp.where(seen, weight * read(scales.values, pages)[:, :, None], 0.0)
+            weight = jnp.where(seen, weight * read_scales(scales.values, pages)[:, :, None], 0.0)
         out = carry.out * decay[..., None] + _dot(weight, v, ((3,), (2,)))
         return Partial(out, top, total)
 

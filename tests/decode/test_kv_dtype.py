@@ -62,6 +62,18 @@ def test_decoding_is_what_prefill_says(cache_dtype: str) -> None:
     np.testing.assert_allclose(made.logprobs, [row[t] for row, t in zip(logits, made.tokens, strict=True)], atol=2e-3)
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+def test_the_native_kernels_say_what_xla_says(cache_dtype: str) -> None:
+    own, plain = (run(one, ROWS, 6) for one in (decoder(cache_dtype), xla_decoder(cache_dtype)))
+    for ours, theirs in zip(own, plain, strict=True):
+        assert ours.tokens == theirs.tokens
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=LOSS[cache_dtype] / 4)
+
+
+def xla_decoder(cache_dtype: str) -> Decoder:
+    return make_decoder(small_model(CONFIG), 1, cache_dtype=cache_dtype, kernels="xla")
+
+
 @pytest.mark.parametrize("cache_dtype", NAMES)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_bytes_held_are_the_bytes_reported(cache_dtype: str, tp: int) -> None:

@@ -24,15 +24,17 @@ def machine(name: str) -> Target:
     return target(name)
 
 
-def compile_for(name: str, function: Callable[..., Any], *shapes: Any) -> Any:
+def compile_for(name: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
     """The compiled function on one device of a machine of ``ONE``; shapes are ``jax.ShapeDtypeStruct`` in any tree."""
     found = machine(ONE[name])
     sharding = SingleDeviceSharding(found.devices[0])
-    return compile_on(found.mesh(1, 1), sharding, function, *shapes)
+    return compile_on(found.mesh(1, 1), sharding, function, *shapes, donate=donate)
 
 
-def compile_on(mesh: Mesh, sharding: Sharding, function: Callable[..., Any], *shapes: Any) -> Any:
+def compile_on(
+    mesh: Mesh, sharding: Sharding, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
+) -> Any:
     """The compiled function on a mesh of devices that are not here, every shape placed alike."""
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells kernels which chip they are for
-        return jax.jit(function).lower(*placed).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()

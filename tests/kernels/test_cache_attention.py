@@ -127,7 +127,7 @@ def test_bf16_caches(implementation: str | None, platform: str, tolerance: float
     check(found, numpy_attention(q, keys[LAYER], values[LAYER], positions), tolerance)
 
 
-SCALED = [how for how in HOW if how[0] != "cpu_native"] + [("xla", "tpu", BF16)]
+SCALED = [*HOW, ("xla", "tpu", BF16)]
 
 
 @pytest.mark.parametrize(("implementation", "platform", "tolerance"), SCALED)
@@ -153,13 +153,21 @@ def test_scaled_caches(implementation: str | None, platform: str, tolerance: flo
     check(found, numpy_attention(q, *plain, positions), tolerance)
 
 
-def test_the_native_kernel_refuses_scales() -> None:
+def test_the_native_kernel_refuses_scales_beside_wide_numbers() -> None:
     q, keys, values = random_case(1, 1, 1, 1, 4, 8)
-    (k, ks), (v, vs) = (quantize(jnp.asarray(x), jnp.int8) for x in (keys, values))
-    how = {"platform": "cpu", "scales": Scales(ks, vs)}
-    with pytest.raises(KernelError, match="takes no cache with scales"):
-        run(q, k, v, np.zeros((1, 1), np.int32), 1, 0, implementation="cpu_native", **how)
-    run(q, k, v, np.zeros((1, 1), np.int32), 1, 0, **how)  # by default another one runs
+    scales = Scales(*(jnp.asarray(x[..., 0]) for x in (keys, values)))
+    with pytest.raises(KernelError, match="takes keys and values both in int8, fp8 or uint8, with scales, not float32"):
+        run(
+            q,
+            keys,
+            values,
+            np.zeros((1, 1), np.int32),
+            1,
+            0,
+            platform="cpu",
+            implementation="cpu_native",
+            scales=scales,
+        )
 
 
 @settings(max_examples=50, deadline=None)

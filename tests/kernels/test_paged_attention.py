@@ -107,9 +107,11 @@ def test_narrow_caches(implementation, stored):
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", "reference", "cpu_native"])
 def test_scaled_caches(implementation, kind):
     """Exact on what is stored; a slot never written may hold any number and any scale."""
+    if implementation == "cpu_native" and native.problem():
+        pytest.skip(native.problem())
     rng = np.random.default_rng(3)
     stored, scales = zip(
         *(quantize(jnp.asarray(rng.standard_normal((1, 5, K, 4, H)), jnp.float32), jnp.dtype(kind)) for _ in range(2)),
@@ -121,7 +123,10 @@ def test_scaled_caches(implementation, kind):
     positions = np.array([[9], [2]], np.int32)
     q = rng.standard_normal((2, 1, K, G, H)).astype(np.float32)
     where = {"layer": 0, "positions": jnp.asarray(positions), "stride": 1, "offset": 0, "platform": "cpu"}
-    own = Scales(*(unwritten if implementation == "xla" else scales))
+    kept = scales if implementation == "reference" else unwritten
+    if kind != "int8":  # as a cache on CPU keeps it
+        stored = [x.view(jnp.uint8) for x in stored]
+    own = Scales(*(jnp.moveaxis(x, 2, 1).reshape(1, 1, K, -1) for x in kept))  # page after page
     got = paged_attention(q, *stored, jnp.asarray(tables), **where, implementation=implementation, scales=own).finish()
     for row, length in enumerate((10, 3)):
         k, v = (x[0][tables[row]].swapaxes(1, 2).reshape(-1, K, H)[:length] for x in wide)
@@ -205,9 +210,10 @@ def test_one_call_turns_stores_and_attends(dtype):
         paged_attention(q[None, 3:], *want_cache, tables[3:], positions=positions[None, 3:], **where).finish()[0],
     ]
     run = jax.jit(paged_extend, static_argnames=("rows", "tile"), donate_argnums=(3, 4))
-    out, *after = run(
+    out, *after, scales = run(
         heads, cos, sin, *map(jnp.array, cache), tables, layer=jnp.int32(1), positions=positions, rows=rows, tile=tile
     )
+    assert scales is None
     for got, want in zip(after, want_cache, strict=True):
         np.testing.assert_allclose(
             *(np.asarray(v.view(jnp.bfloat16) if dtype == "bfloat16" else v, np.float32) for v in (got, want)),
@@ -218,6 +224,50 @@ def test_one_call_turns_stores_and_attends(dtype):
     want = np.asarray(jnp.concatenate(parts), np.float32)
     np.testing.assert_allclose(np.asarray(out[0], np.float32), want, rtol=tolerance, atol=tolerance)
     assert np.all(np.asarray(out[0, [1, 6]], np.float32) == 0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_one_call_with_scales(kind):
+    """The bytes and scales that quantising stores (turns are of right angles, which round nothing), and attention."""
+    if native.problem():
+        pytest.skip(native.problem())
+    rng = np.random.default_rng(6)
+    rows, tile, page, pages = 2, 3, 4, 8
+    tables = np.array([[5, 2, 0], [0, 0, 0], [1, 3, 6]], np.int32)  # the second row is padding
+    positions = np.array([6, -1, 7, 8, -1], np.int32)
+    numbers, storage = jnp.dtype(kind), jnp.int8 if kind == "int8" else jnp.uint8
+    cache = [jnp.asarray(rng.integers(0, 0x70, (2, pages, K, page, H)), storage) for _ in "kv"]
+    scales = Scales(*(jnp.asarray(rng.uniform(0.001, 0.01, (2, 1, K, pages * page)), jnp.float32) for _ in "kv"))
+    heads = jnp.asarray(rng.standard_normal((1, 5, K, G + 2, H)), jnp.float32)
+    quarter = rng.integers(0, 2, (1, 5, H // 2)).astype(np.float32)
+    cos, sin = quarter, 1 - quarter
+
+    first, second = jnp.split(heads[..., :-1, :], 2, axis=-1)
+    c, s = cos[:, :, None, None], sin[:, :, None, None]
+    turned = jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    held = np.maximum(positions, 0)
+    at = np.where(positions < 0, pages, tables[[0, 1, 2, 2, 2], held // page])
+    store = jax.jit(lambda x: quantize(x, numbers))
+    want_cache, want_scales = [], []
+    for before, scale, new in zip(cache, scales, (turned[0, :, :, -1], heads[0, :, :, -1]), strict=True):
+        entry, own = store(new)
+        entry = entry.view(storage)
+        want_cache.append(before.at[1, at, :, held % page].set(entry, mode="drop"))
+        where = (1, np.where(positions < 0, 1, 0), slice(None), at * page + held % page)
+        want_scales.append(scale.at[where].set(own, mode="drop"))
+    run = jax.jit(paged_extend, static_argnames=("rows", "tile", "layer"))
+    how = {"layer": 1, "positions": positions, "rows": rows, "tile": tile, "scales": scales}
+    out, *after, new_scales = run(heads, cos, sin, *cache, tables, **how)
+    for got, want in zip((*after, *new_scales), (*want_cache, *want_scales), strict=True):
+        np.testing.assert_array_equal(got, want)
+    where = {"layer": 1, "stride": 1, "offset": 0, "platform": "cpu", "implementation": "reference"}
+    where["scales"] = Scales(*want_scales)
+    q = turned[0, :, :, :-1]
+    parts = [
+        paged_attention(q[:2, None], *want_cache, tables[:2], positions=positions[:2, None], **where).finish()[:, 0],
+        paged_attention(q[None, 2:], *want_cache, tables[2:], positions=positions[None, 2:], **where).finish()[0],
+    ]
+    np.testing.assert_allclose(out[0], jnp.concatenate(parts), rtol=2e-5, atol=2e-5)
 
 
 def test_a_page_that_is_not_there_is_an_error_and_not_a_crash():

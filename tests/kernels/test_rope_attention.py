@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import native
+from kernels.cache_attention import Scales
+from kernels.cache_attention.scaled import LIMITS
 from kernels.rope_attention import rope_attention, taken
 from kernels.select import KernelError
 
@@ -30,7 +32,9 @@ LAYERS = 2
 @functools.partial(jax.jit, static_argnames="how")
 def run(heads: Any, cos: Any, sin: Any, keys: Any, values: Any, layer: Any, positions: Any, how: str) -> Any:
     where = {"layer": layer, "positions": positions}
-    return rope_attention(heads, cos, sin, keys, values, **where, platform="cpu", implementation=how)
+    *found, scales = rope_attention(heads, cos, sin, keys, values, **where, platform="cpu", implementation=how)
+    assert scales is None
+    return found
 
 
 def operands(B: int, T: int, K: int, G: int, H: int, S: int, dtype: Any, cache: Any) -> list[Any]:
@@ -77,6 +81,38 @@ def test_one_call_is_the_definition(B: int, T: int, K: int, G: int, H: int, S: i
     np.testing.assert_allclose(
         numbers(found[0]), numbers(expected[0]), rtol=0.02 if narrow else 1e-5, atol=0.05 if narrow else 1e-5
     )
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def run_scaled(heads: Any, cos: Any, sin: Any, keys: Any, values: Any, positions: Any, scales: Any, how: str) -> Any:
+    where = {"layer": 1, "positions": positions, "scales": scales}
+    return rope_attention(heads, cos, sin, keys, values, **where, platform="cpu", implementation=how)
+
+
+@pytest.mark.parametrize("stored", sorted(LIMITS, key=str))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_scaled_caches(stored: Any, dtype: Any) -> None:
+    """The same bytes and scales as the definition stores, zeros, small numbers, denormals, infinity and NaN among
+    them; and attention to them. Turns are of whole right angles, so that they round nothing."""
+    B, T, K, G, H, S = 3, 3, 2, 2, 40, 70
+    rng = np.random.default_rng(5)
+    heads = rng.standard_normal((B, T, K, G + 2, H))
+    heads[1, :, :, G:] *= np.exp(rng.uniform(-20, 1, (T, K, 2, 1)))
+    heads[1, 0, 0, G + 1], heads[1, 1, 0, G + 1] = 0, 1e-39
+    heads[2, 0, 0, G, 3], heads[2, 0, 1, G + 1, 7] = np.nan, np.inf
+    quarters = rng.integers(0, 2, (B, T, H // 2)).astype(np.float32)
+    size = jnp.uint8 if stored != jnp.int8 else jnp.int8
+    kept = [jnp.asarray(rng.integers(0, 0x70, (LAYERS, B, K, S, H)), size) for _ in "kv"]
+    scales = Scales(*(jnp.asarray(rng.uniform(0.001, 0.01, (LAYERS, B, K, S)), jnp.float32) for _ in "kv"))
+    positions = np.array([[66, 67, 68], [0, 1, 2], [68, 69, 70]], np.int32)  # the last is past the end
+    made = (jnp.asarray(heads, dtype), quarters, 1 - quarters, *kept, positions, scales)
+    (out, *held), (expected, *want) = (run_scaled(*made, how=how) for how in ("cpu_native", "reference"))
+    for found, known in zip(jax.tree.leaves(held), jax.tree.leaves(want), strict=True):
+        assert found.dtype == known.dtype
+        np.testing.assert_array_equal(found, known)
+    # Scores are tens: queries are rounded to bfloat16 by the definition alone.
+    tolerance = 2e-5 if dtype == F32 else 0.05
+    np.testing.assert_allclose(numbers(out), numbers(expected), rtol=tolerance, atol=tolerance)
 
 
 def test_only_the_new_slots_of_one_layer_change_and_past_the_end_nothing_does() -> None:
@@ -129,6 +165,8 @@ def test_where_it_is_taken() -> None:
     assert not taken(jnp.zeros((1, 17, 1, 4, 16)), keys, values, platform="cpu")
     assert not taken(heads[..., :15], keys[..., :15], values[..., :15], platform="cpu")
     assert not taken(heads, keys.astype(jnp.int8), values.astype(jnp.int8), platform="cpu")
+    assert taken(heads, keys.astype(jnp.int8), values.astype(jnp.int8), platform="cpu", scaled=True)
+    assert not taken(heads, keys, values, platform="cpu", scaled=True)
     with pytest.raises(KernelError, match="rope_attention has no implementation 'xla'"):
         rope_attention(heads, 0, 0, keys, values, layer=0, positions=0, platform="cpu", implementation="xla")  # type: ignore[arg-type]
 

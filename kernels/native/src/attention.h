@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "matmul.h"
+#include "scaled.h"
 #include "vectors.h"
 
 namespace shardstream {
@@ -51,21 +52,29 @@ inline void Weigh(const C* v, int64_t n, int64_t H, const float* p, const float*
   }
 }
 
-// Queries q [Q, H], scaled already, against slots [begin, end) of one head's keys and values [S, H]. Query i sees the
-// slots before seen[i]. Leaves the unnormalised out [Q, H], max [Q] and sum [Q].
+// row [n] times what the stored numbers of its slots are divided by, if they are.
+inline void Rescale(float* row, const float* scales, int64_t n) {
+  if (scales == nullptr) return;
+  for (int64_t s = 0; s < n; ++s) row[s] *= scales[s];
+}
+
+// Queries q [Q, H], scaled already, against slots [begin, end) of one head's keys and values [S, H] and the scales beside
+// them. Query i sees the slots before seen[i]. Leaves the unnormalised out [Q, H], max [Q] and sum [Q].
 template <typename C>
-inline void Attend(const float* q, int64_t Q, int64_t H, const C* keys, const C* values, int64_t begin, int64_t end,
-                   const int64_t* seen, float* out, float* max, float* sum) {
+inline void Attend(const float* q, int64_t Q, int64_t H, const C* keys, const C* values, const Scales& scales,
+                   int64_t begin, int64_t end, const int64_t* seen, float* out, float* max, float* sum) {
   std::fill(out, out + Q * H, 0.0f);
   std::fill(max, max + Q, kMasked);
   std::fill(sum, sum + Q, 0.0f);
   std::vector<float> scores(Q * kSlots), decay(Q);
   for (int64_t start = begin; start < end; start += kSlots) {
     const int64_t n = std::min(kSlots, end - start);
+    const Scales here = scales.At(start);
     Rows(keys, end, start, start + n, q, Q, H, scores.data(), kSlots);
     for (int64_t i = 0; i < Q; ++i) {
       float* row = scores.data() + i * kSlots;
       const int64_t visible = std::clamp<int64_t>(seen[i] - start, 0, n);
+      Rescale(row, here.keys, visible);
       float top = max[i];
       for (int64_t s = 0; s < visible; ++s) top = std::max(top, row[s]);
       for (int64_t s = 0; s < visible; ++s) row[s] -= top;
@@ -81,6 +90,7 @@ inline void Attend(const float* q, int64_t Q, int64_t H, const C* keys, const C*
       decay[i] = fade[0];
       sum[i] = sum[i] * decay[i] + Sum(total);
       max[i] = top;
+      Rescale(row, here.values, visible);
     }
     for (int64_t i = 0; i < Q; i += 4) {
       const C* v = values + start * H;

@@ -11,14 +11,6 @@
 namespace shardstream {
 namespace {
 
-std::vector<ffi::AnyBuffer> All(const ffi::RemainingArgs& args) {
-  std::vector<ffi::AnyBuffer> out;
-  for (size_t i = 0; i < args.size(); ++i) {
-    if (auto one = args.get<ffi::AnyBuffer>(i)) out.push_back(*one);
-  }
-  return out;
-}
-
 // x [M, I] @ w [O, I]^T, plus what may be added -> [M, O]. `rest`, `arrays` and `group` as in Operands.
 ffi::Error MatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                   int32_t arrays, int32_t group) {
@@ -35,6 +27,24 @@ ffi::Error NormedMatMul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer n
 ffi::Error NormedGate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs rest,
                       ffi::Result<ffi::AnyBuffer> out, float eps, int32_t arrays, int32_t group) {
   return MultiplyGate(pool, {x, norm, eps, All(rest), arrays, group}, *out);
+}
+
+// The attention of new positions, with the scales of keys and values as what remains.
+ffi::Error CacheAttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                              ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions,
+                              ffi::Buffer<ffi::S32> offset, ffi::RemainingArgs beside,
+                              ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::Result<ffi::Buffer<ffi::F32>> max,
+                              ffi::Result<ffi::Buffer<ffi::F32>> sum, int32_t stride) {
+  return CacheAttention(pool, q, keys, values, layer, positions, offset, All(beside), out, max, sum, stride);
+}
+
+ffi::Error RopeAttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::Buffer<ffi::F32> cos,
+                             ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                             ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions, ffi::RemainingArgs beside,
+                             ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                             ffi::Result<ffi::AnyBuffer> new_values, ffi::RemainingRets new_beside) {
+  return RopeAttention(pool, heads, cos, sin, keys, values, layer, positions, All(beside), out, new_keys, new_values,
+                       All(new_beside));
 }
 
 }  // namespace
@@ -72,7 +82,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_normed_gate, shardstream::Guard<shards
                                   .Attr<float>("eps")
                                   .Attr<int32_t>("arrays")
                                   .Attr<int32_t>("group"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_cache_attention, shardstream::Guard<shardstream::CacheAttention>::Run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_cache_attention, shardstream::Guard<shardstream::CacheAttentionCall>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -81,11 +91,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_cache_attention, shardstream::Guard<sh
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int32_t>("stride"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_rope_attention, shardstream::Guard<shardstream::RopeAttention>::Run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_rope_attention, shardstream::Guard<shardstream::RopeAttentionCall>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -95,6 +106,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_rope_attention, shardstream::Guard<sha
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets());

@@ -23,12 +23,13 @@ struct Sides {
   int64_t B, T, K, G, H, L, S, at;
 
   int64_t Q() const { return T * G; }
-  int64_t head(int64_t b, int64_t k) const { return ((at * B + b) * K + k) * S * H; }  // where its slots begin
+  int64_t head(int64_t b, int64_t k) const { return ((at * B + b) * K + k) * S; }  // the first of its slots
   // Of the i-th query of a row and head, in [B, T, K, G].
   int64_t query(int64_t b, int64_t k, int64_t i) const { return ((b * T + i / G) * K + k) * G + i % G; }
 };
 
 inline ffi::Error CheckCache(Sides& sides, const ffi::AnyBuffer& keys, const ffi::AnyBuffer& values,
+                             const std::vector<ffi::AnyBuffer>& beside, Scales& scales,
                              const ffi::Buffer<ffi::S32>& layer, const ffi::Buffer<ffi::S32>& positions) {
   const auto ks = keys.dimensions(), vs = values.dimensions();
   if (ks.size() != 5 || !std::equal(ks.begin(), ks.end(), vs.begin(), vs.end())) {
@@ -38,9 +39,7 @@ inline ffi::Error CheckCache(Sides& sides, const ffi::AnyBuffer& keys, const ffi
   if (ks[1] != sides.B || ks[2] != sides.K || ks[4] != sides.H) {
     return Wrong("the queries and the cache differ in rows, heads or head size");
   }
-  if (!IsStored(keys.element_type()) || keys.element_type() != values.element_type()) {
-    return Wrong("keys and values must both be float32, bfloat16 or uint16, which holds bfloat16");
-  }
+  if (auto error = CheckStored(keys, values, beside, scales); error.failure()) return error;
   if (layer.element_count() != 1 || static_cast<int64_t>(positions.element_count()) != sides.B * sides.T) {
     return Wrong("layer must be one number, positions one for each new position");
   }
@@ -55,7 +54,7 @@ inline ffi::Error CheckCache(Sides& sides, const ffi::AnyBuffer& keys, const ffi
 // emit(b, k, out, max, sum) takes a head's unnormalised out [Q, H], max [Q] and sum [Q].
 template <typename Seen, typename Fetch, typename Emit>
 void AttendEach(ffi::ThreadPool& pool, const Sides& sides, const ffi::AnyBuffer& keys, const ffi::AnyBuffer& values,
-                const Seen& seen, const Fetch& fetch, const Emit& emit) {
+                const Scales& scales, const Seen& seen, const Fetch& fetch, const Emit& emit) {
   const int64_t B = sides.B, K = sides.K, H = sides.H, Q = sides.Q();
   std::vector<int64_t> each(B * Q), filled(B, 0);  // slots that each query sees, and the most of a row
   int64_t longest = 0;
@@ -70,7 +69,7 @@ void AttendEach(ffi::ThreadPool& pool, const Sides& sides, const ffi::AnyBuffer&
   // A partial result for each row, head and segment: out [Q, H], max [Q], sum [Q]. The first is where others merge.
   const int64_t step = Q * (H + 2);
   std::vector<float> parts(B * K * segments * step);
-  WithType(keys, [&](auto* base) {
+  WithStored(keys, [&](auto* base) {
     using C = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const C* other = Data<C>(values);
     const auto attend = [&](int64_t piece) {
@@ -80,8 +79,8 @@ void AttendEach(ffi::ThreadPool& pool, const Sides& sides, const ffi::AnyBuffer&
       const int64_t head = sides.head(b, k);
       const int64_t begin = segment * kSegment, end = std::min(filled[b], begin + kSegment);
       float* part = parts.data() + piece * step;
-      Attend(rows.data(), Q, H, base + head, other + head, begin, end, each.data() + b * Q, part, part + Q * H,
-             part + Q * H + Q);
+      Attend(rows.data(), Q, H, base + head * H, other + head * H, scales.At(head), begin, end, each.data() + b * Q,
+             part, part + Q * H, part + Q * H + Q);
     };
     const int64_t pieces = B * K * segments;
     if (2 * B * K * longest * H * static_cast<int64_t>(sizeof(C)) < kAlone) {
@@ -103,17 +102,20 @@ void AttendEach(ffi::ThreadPool& pool, const Sides& sides, const ffi::AnyBuffer&
 }
 
 // q [B, T, K, G, H] against layer `layer` of keys and values [L, B, K, S, H]; slot s holds position s * stride +
-// offset, and the query at positions [B, T] sees positions up to its own. -> out like q, max and sum [B, T, K, G].
+// offset, and the query at positions [B, T] sees positions up to its own. `beside` are the scales [L, B, K, S] of an
+// int8 or fp8 cache. -> out like q, max and sum [B, T, K, G].
 inline ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                                  ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions,
-                                 ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                                 ffi::Buffer<ffi::S32> offset, const std::vector<ffi::AnyBuffer>& beside,
+                                 ffi::Result<ffi::Buffer<ffi::F32>> out,
                                  ffi::Result<ffi::Buffer<ffi::F32>> max, ffi::Result<ffi::Buffer<ffi::F32>> sum,
                                  int32_t stride) {
   const auto qs = q.dimensions();
   if (qs.size() != 5) return Wrong("q must be [B, T, K, G, H]");
   Sides sides{qs[0], qs[1], qs[2], qs[3], qs[4], 0, 0, 0};
   if (!IsNumber(q.element_type())) return Wrong("q must be float32 or bfloat16");
-  if (auto error = CheckCache(sides, keys, values, layer, positions); error.failure()) return error;
+  Scales scales;
+  if (auto error = CheckCache(sides, keys, values, beside, scales, layer, positions); error.failure()) return error;
   if (offset.element_count() != 1 || stride < 1) return Wrong("offset must be one number, stride at least 1");
   const int64_t H = sides.H, queries = sides.B * sides.K * sides.Q();
   if (static_cast<int64_t>(out->element_count()) != queries * H ||
@@ -125,7 +127,7 @@ inline ffi::Error CacheAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::An
   std::vector<float> copy;
   const float* scaled = AsFloats(q, copy, 1.0f / std::sqrt(static_cast<float>(H)));
   AttendEach(
-      pool, sides, keys, values,
+      pool, sides, keys, values, scales,
       [&](int64_t b, int64_t t) -> int64_t {
         const int64_t ahead = positions.typed_data()[b * sides.T + t] - first;
         return ahead < 0 ? 0 : std::min(sides.S, ahead / stride + 1);
@@ -158,17 +160,17 @@ inline void Rotate(const X* x, const float* cos, const float* sin, int64_t H, fl
 
 inline float RoundedLike(float x, float) { return x; }
 inline float RoundedLike(float x, BFloat16) { return Widen(Narrow(x)); }
-inline void Put(float x, float* to) { *to = x; }
-inline void Put(float x, BFloat16* to) { *to = Narrow(x); }
 
 // Heads [B, T, K, G + 2, H], each K's queries, key and value, of new positions [B, T]: turns queries and keys by cos
 // and sin [B, T, H / 2], stores keys and values in layer `layer` of a cache [L, B, K, S, H] whose slot s holds position
-// s, and attends to it. -> out [B, T, K, G, H], and the cache, in place. A position outside the cache is not stored.
+// s, and attends to it. -> out [B, T, K, G, H], and the cache, its scales too, in place. A position outside the cache is
+// not stored.
 inline ffi::Error RopeAttention(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::Buffer<ffi::F32> cos,
                                 ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                                 ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions,
-                                ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
-                                ffi::Result<ffi::AnyBuffer> new_values) {
+                                const std::vector<ffi::AnyBuffer>& beside, ffi::Result<ffi::AnyBuffer> out,
+                                ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
+                                const std::vector<ffi::AnyBuffer>& new_beside) {
   const auto hs = heads.dimensions(), os = out->dimensions();
   if (hs.size() != 5 || hs[3] < 2 || hs[4] % 2) return Wrong("heads must be [B, T, K, G + 2, H], H even");
   const int64_t B = hs[0], T = hs[1], K = hs[2], G = hs[3] - 2, H = hs[4], half = H / 2;
@@ -176,25 +178,20 @@ inline ffi::Error RopeAttention(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi:
     return Wrong("heads and out must both be float32 or bfloat16");
   }
   Sides sides{B, T, K, G, H, 0, 0, 0};
-  if (auto error = CheckCache(sides, keys, values, layer, positions); error.failure()) return error;
+  Scales scales;
+  if (auto error = CheckCache(sides, keys, values, beside, scales, layer, positions); error.failure()) return error;
   if (static_cast<int64_t>(cos.element_count()) != B * T * half || sin.element_count() != cos.element_count()) {
     return Wrong("cos and sin must be [B, T, H / 2]");
   }
   if (os.size() != 5 || os[0] != B || os[1] != T || os[2] != K || os[3] != G || os[4] != H) {
     return Wrong("out must be [B, T, K, G, H]");
   }
-  for (auto [before, after] : {std::pair(&keys, &*new_keys), std::pair(&values, &*new_values)}) {
-    if (after->element_type() != before->element_type() || after->element_count() != before->element_count()) {
-      return Wrong("the cache that comes back must be like the one that was given");
-    }
-    // XLA gives them one place: see the call's aliases.
-    if (after->untyped_data() != before->untyped_data()) {
-      std::memcpy(after->untyped_data(), before->untyped_data(), before->size_bytes());
-    }
-  }
+  if (auto error = InPlace({keys, values}, {*new_keys, *new_values}); error.failure()) return error;
+  if (auto error = InPlace(beside, new_beside); error.failure()) return error;
+  if (auto error = CheckStored(*new_keys, *new_values, new_beside, scales); error.failure()) return error;
   WithType(heads, [&](auto* x) {
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    WithType(keys, [&](auto* stored) {
+    WithStored(keys, [&](auto* stored) {
       using C = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;
       std::vector<float> turned(H);
       for (int64_t bt = 0; bt < B * T; ++bt) {
@@ -202,21 +199,20 @@ inline ffi::Error RopeAttention(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi:
         if (slot < 0 || slot >= sides.S) continue;
         for (int64_t k = 0; k < K; ++k) {
           const X* key = x + ((bt * K + k) * (G + 2) + G) * H;
-          const int64_t at = sides.head(bt / T, k) + slot * H;
-          C *to_key = static_cast<C*>(new_keys->untyped_data()) + at,
-            *to_value = static_cast<C*>(new_values->untyped_data()) + at;
+          const int64_t at = sides.head(bt / T, k) + slot;
+          const Scales beside_it = scales.At(at);
           Rotate(key, cos.typed_data() + bt * half, sin.typed_data() + bt * half, H, 1.0f, turned.data());
-          for (int64_t h = 0; h < H; ++h) {
-            Put(RoundedLike(turned[h], X{}), to_key + h);
-            Put(Widen(key[H + h]), to_value + h);
-          }
+          for (float& number : turned) number = RoundedLike(number, X{});
+          PutEntry(turned.data(), H, static_cast<C*>(new_keys->untyped_data()) + at * H, beside_it.keys);
+          for (int64_t h = 0; h < H; ++h) turned[h] = Widen(key[H + h]);
+          PutEntry(turned.data(), H, static_cast<C*>(new_values->untyped_data()) + at * H, beside_it.values);
         }
       }
     });
     if (B * K * sides.Q() == 0) return;
     const float factor = 1.0f / std::sqrt(static_cast<float>(H));
     AttendEach(
-        pool, sides, *new_keys, *new_values,
+        pool, sides, *new_keys, *new_values, scales,
         [&](int64_t b, int64_t t) {
           return std::clamp<int64_t>(int64_t{positions.typed_data()[b * T + t]} + 1, 0, sides.S);
         },

@@ -41,6 +41,22 @@ struct Guard<handler> {
   }
 };
 
+// The buffers that remain after those a call names.
+inline std::vector<ffi::AnyBuffer> All(const ffi::RemainingArgs& args) {
+  std::vector<ffi::AnyBuffer> out;
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (auto one = args.get<ffi::AnyBuffer>(i)) out.push_back(*one);
+  }
+  return out;
+}
+inline std::vector<ffi::AnyBuffer> All(const ffi::RemainingRets& rets) {
+  std::vector<ffi::AnyBuffer> out;
+  for (size_t i = 0; i < rets.size(); ++i) {
+    if (auto one = rets.get<ffi::AnyBuffer>(i)) out.push_back(**one);
+  }
+  return out;
+}
+
 template <typename T>
 const T* Data(const ffi::AnyBuffer& buffer) {
   return static_cast<const T*>(buffer.untyped_data());

@@ -24,19 +24,19 @@ struct Pages {
   const int32_t* tables;
 
   int64_t slot(int64_t page, int64_t k, int64_t s) const { return (((at * N + page) * K + k) * S + s) * H; }
+  // Its scale, in [L, 1, K, pages * S].
+  int64_t scale(int64_t page, int64_t k, int64_t s) const { return ((at * K + k) * N + page) * S + s; }
 };
 
 inline ffi::Error CheckPages(Pages& pages, int64_t K, int64_t H, const ffi::AnyBuffer& keys,
-                             const ffi::AnyBuffer& values, const ffi::Buffer<ffi::S32>& tables,
-                             const ffi::Buffer<ffi::S32>& layer) {
+                             const ffi::AnyBuffer& values, const std::vector<ffi::AnyBuffer>& beside, Scales& scales,
+                             const ffi::Buffer<ffi::S32>& tables, const ffi::Buffer<ffi::S32>& layer) {
   const auto ks = keys.dimensions(), vs = values.dimensions(), ts = tables.dimensions();
   if (ks.size() != 5 || !std::equal(ks.begin(), ks.end(), vs.begin(), vs.end())) {
     return Wrong("keys and values must both be [L, pages, K, S, H]");
   }
   if (ks[2] != K || ks[4] != H || ks[3] < 1) return Wrong("the queries and the cache differ in heads or head size");
-  if (!IsStored(keys.element_type()) || keys.element_type() != values.element_type()) {
-    return Wrong("keys and values must both be float32, bfloat16 or uint16, which holds bfloat16");
-  }
+  if (auto error = CheckStored(keys, values, beside, scales); error.failure()) return error;
   if (ts.size() != 2 || layer.element_count() != 1) return Wrong("tables must be [B, P], layer one number");
   pages = {ks[0], ks[1], K, ks[3], H, *layer.typed_data(), ts[0], ts[1], tables.typed_data()};
   if (pages.at < 0 || pages.at >= pages.L) {
@@ -55,8 +55,8 @@ struct PageTile {
 // its slots are cut into segments of one length, whatever else there is.
 template <typename Fetch, typename Emit>
 ffi::Error AttendTiles(ffi::ThreadPool& pool, const Pages& pages, int64_t G, const ffi::AnyBuffer& keys,
-                       const ffi::AnyBuffer& values, std::vector<PageTile>& tiles, const std::vector<int64_t>& seen,
-                       const Fetch& fetch, const Emit& emit) {
+                       const ffi::AnyBuffer& values, const Scales& scales, std::vector<PageTile>& tiles,
+                       const std::vector<int64_t>& seen, const Fetch& fetch, const Emit& emit) {
   struct Piece {
     int64_t tile, k, begin, part;
   };
@@ -82,7 +82,7 @@ ffi::Error AttendTiles(ffi::ThreadPool& pool, const Pages& pages, int64_t G, con
     }
   }
   std::vector<float> parts(size);
-  WithType(keys, [&](auto* base) {
+  WithStored(keys, [&](auto* base) {
     using C = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const C* other = Data<C>(values);
     const auto attend = [&](int64_t index) {
@@ -98,8 +98,8 @@ ffi::Error AttendTiles(ffi::ThreadPool& pool, const Pages& pages, int64_t G, con
         if (tile.filled) fetch(tile.begin + i / G, piece.k, i % G, rows + i * H);
       }
       const int64_t head = pages.slot(0, piece.k, 0);
-      AttendPages(rows, Q, H, base + head, other + head, pages.tables + tile.table * pages.P, K * S * H, S, piece.begin,
-                  std::min(tile.filled, piece.begin + length), each.data(), scores, decay, part, part + Q * H,
+      AttendPages(rows, Q, H, base + head, other + head, scales.At(pages.scale(0, piece.k, 0)),
+                  pages.tables + tile.table * pages.P, K * S * H, S, piece.begin, std::min(tile.filled, piece.begin + length), each.data(), scores, decay, part, part + Q * H,
                   part + Q * H + Q);
     };
     const int64_t count = static_cast<int64_t>(pieces.size());
@@ -125,12 +125,12 @@ ffi::Error AttendTiles(ffi::ThreadPool& pool, const Pages& pages, int64_t G, con
 }
 
 // q [B, T, K, G, H] against pages, tile b over those in tables [B, P]; slot s of the i-th of them holds position (i * S +
-// s) * stride + offset, and the query at positions [B, T] sees positions up to its own. -> out like q, max and sum
-// [B, T, K, G].
+// s) * stride + offset, and the query at positions [B, T] sees positions up to its own. `beside` are the scales
+// [L, 1, K, pages * S] of an int8 or fp8 cache. -> out like q, max and sum [B, T, K, G].
 inline ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                                  ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> layer,
                                  ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> offset,
-                                 ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::Result<ffi::Buffer<ffi::F32>> max,
+                                 const std::vector<ffi::AnyBuffer>& beside, ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::Result<ffi::Buffer<ffi::F32>> max,
                                  ffi::Result<ffi::Buffer<ffi::F32>> sum, int32_t stride) {
   const auto qs = q.dimensions();
   if (qs.size() != 5 || !IsNumber(q.element_type())) {
@@ -138,7 +138,8 @@ inline ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::An
   }
   const int64_t B = qs[0], T = qs[1], K = qs[2], G = qs[3], H = qs[4], tokens = B * T;
   Pages pages;
-  if (auto error = CheckPages(pages, K, H, keys, values, tables, layer); error.failure()) return error;
+  Scales scales;
+  if (auto error = CheckPages(pages, K, H, keys, values, beside, scales, tables, layer); error.failure()) return error;
   if (pages.B != B) return Wrong("tables must be [B, P]");
   if (offset.element_count() != 1 || static_cast<int64_t>(positions.element_count()) != tokens || stride < 1) {
     return Wrong("offset must be one number, positions one for each query, stride at least 1");
@@ -157,7 +158,7 @@ inline ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::An
   std::vector<float> copy;
   const float* scaled = AsFloats(q, copy, 1.0f / std::sqrt(static_cast<float>(H)));
   return AttendTiles(
-      pool, pages, G, keys, values, tiles, seen,
+      pool, pages, G, keys, values, scales, tiles, seen,
       [&](int64_t n, int64_t k, int64_t g, float* to) {
         const float* from = scaled + ((n * K + k) * G + g) * H;
         std::copy(from, from + H, to);
@@ -176,8 +177,9 @@ inline ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::An
 inline ffi::Error PagedExtend(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::Buffer<ffi::F32> cos,
                               ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                               ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> layer,
-                              ffi::Buffer<ffi::S32> positions, ffi::Result<ffi::AnyBuffer> out,
-                              ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
+                              ffi::Buffer<ffi::S32> positions, const std::vector<ffi::AnyBuffer>& beside,
+                              ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                              ffi::Result<ffi::AnyBuffer> new_values, const std::vector<ffi::AnyBuffer>& new_beside,
                               int32_t rows, int32_t tile) {
   const auto hs = heads.dimensions(), os = out->dimensions();
   if (hs.size() != 5 || hs[0] != 1 || hs[3] < 2 || hs[4] % 2) return Wrong("heads must be [1, N, K, G + 2, H], H even");
@@ -193,19 +195,14 @@ inline ffi::Error PagedExtend(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::B
     return Wrong("cos and sin must be [1, N, H / 2], positions [N]");
   }
   Pages pages;
-  if (auto error = CheckPages(pages, K, H, keys, values, tables, layer); error.failure()) return error;
+  Scales scales;
+  if (auto error = CheckPages(pages, K, H, keys, values, beside, scales, tables, layer); error.failure()) return error;
   if (rows < 0 || rows > N || tile < 1 || (N - rows) % tile || pages.B != rows + (N - rows) / tile) {
     return Wrong("tables must have a row for each of the rows and tiles");
   }
-  for (auto [before, after] : {std::pair(&keys, &*new_keys), std::pair(&values, &*new_values)}) {
-    if (after->element_type() != before->element_type() || after->element_count() != before->element_count()) {
-      return Wrong("the cache that comes back must be like the one that was given");
-    }
-    // XLA gives them one place: see the call's aliases.
-    if (after->untyped_data() != before->untyped_data()) {
-      std::memcpy(after->untyped_data(), before->untyped_data(), before->size_bytes());
-    }
-  }
+  if (auto error = InPlace({keys, values}, {*new_keys, *new_values}); error.failure()) return error;
+  if (auto error = InPlace(beside, new_beside); error.failure()) return error;
+  if (auto error = CheckStored(*new_keys, *new_values, new_beside, scales); error.failure()) return error;
   const auto row_of = [&](int64_t n) { return n < rows ? n : rows + (n - rows) / tile; };
   std::vector<int64_t> seen(N);
   for (int64_t n = 0; n < N; ++n) {
@@ -221,7 +218,7 @@ inline ffi::Error PagedExtend(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::B
   ffi::Error error = ffi::Error::Success();
   WithType(heads, [&](auto* x) {
     using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    WithType(keys, [&](auto* stored) {
+    WithStored(keys, [&](auto* stored) {
       using C = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;
       std::vector<float> turned(H);
       for (int64_t n = 0; n < N; ++n) {
@@ -231,19 +228,18 @@ inline ffi::Error PagedExtend(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::B
         for (int64_t k = 0; k < K; ++k) {
           const X* key = x + ((n * K + k) * (G + 2) + G) * H;
           const int64_t at = pages.slot(page, k, position % pages.S);
-          C *to_key = static_cast<C*>(new_keys->untyped_data()) + at,
-            *to_value = static_cast<C*>(new_values->untyped_data()) + at;
+          const Scales beside_it = scales.At(pages.scale(page, k, position % pages.S));
           Rotate(key, cos.typed_data() + n * half, sin.typed_data() + n * half, H, 1.0f, turned.data());
-          for (int64_t h = 0; h < H; ++h) {
-            Put(RoundedLike(turned[h], X{}), to_key + h);
-            Put(Widen(key[H + h]), to_value + h);
-          }
+          for (float& number : turned) number = RoundedLike(number, X{});
+          PutEntry(turned.data(), H, static_cast<C*>(new_keys->untyped_data()) + at, beside_it.keys);
+          for (int64_t h = 0; h < H; ++h) turned[h] = Widen(key[H + h]);
+          PutEntry(turned.data(), H, static_cast<C*>(new_values->untyped_data()) + at, beside_it.values);
         }
       }
     });
     const float factor = 1.0f / std::sqrt(static_cast<float>(H));
     error = AttendTiles(
-        pool, pages, G, *new_keys, *new_values, tiles, seen,
+        pool, pages, G, *new_keys, *new_values, scales, tiles, seen,
         [&](int64_t n, int64_t k, int64_t g, float* to) {
           const X* query = x + ((n * K + k) * (G + 2) + g) * H;
           Rotate(query, cos.typed_data() + n * half, sin.typed_data() + n * half, H, factor, to);
@@ -293,9 +289,30 @@ inline ffi::Error PagedWrite(ffi::AnyBuffer cache, ffi::AnyBuffer fresh, ffi::Bu
   return ffi::Error::Success();
 }
 
+// The two as XLA calls them, with the scales as what remains.
+inline ffi::Error PagedAttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys,
+                                     ffi::AnyBuffer values, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> layer,
+                                     ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> offset,
+                                     ffi::RemainingArgs beside, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                                     ffi::Result<ffi::Buffer<ffi::F32>> max, ffi::Result<ffi::Buffer<ffi::F32>> sum,
+                                     int32_t stride) {
+  return PagedAttention(pool, q, keys, values, tables, layer, positions, offset, All(beside), out, max, sum, stride);
+}
+
+inline ffi::Error PagedExtendCall(ffi::ThreadPool pool, ffi::AnyBuffer heads, ffi::Buffer<ffi::F32> cos,
+                                  ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                                  ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> layer,
+                                  ffi::Buffer<ffi::S32> positions, ffi::RemainingArgs beside,
+                                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                                  ffi::Result<ffi::AnyBuffer> new_values, ffi::RemainingRets new_beside, int32_t rows,
+                                  int32_t tile) {
+  return PagedExtend(pool, heads, cos, sin, keys, values, tables, layer, positions, All(beside), out, new_keys,
+                     new_values, All(new_beside), rows, tile);
+}
+
 }  // namespace shardstream
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_attention, shardstream::Guard<shardstream::PagedAttention>::Run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_attention, shardstream::Guard<shardstream::PagedAttentionCall>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -305,11 +322,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_attention, shardstream::Guard<sh
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int32_t>("stride"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_extend, shardstream::Guard<shardstream::PagedExtend>::Run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_extend, shardstream::Guard<shardstream::PagedExtendCall>::Run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -320,9 +338,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_extend, shardstream::Guard<shard
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<int32_t>("rows")
                                   .Attr<int32_t>("tile"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shardstream_paged_write, shardstream::Guard<shardstream::PagedWrite>::Run,

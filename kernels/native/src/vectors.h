@@ -17,6 +17,8 @@ typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint8_t Unsigned16 __attribute__((vector_size(16), aligned(1), may_alias));
 
 // The upper half of a float32, as XLA stores it.
 struct BFloat16 {
@@ -26,6 +28,11 @@ struct BFloat16 {
 // IEEE's float16.
 struct Half {
   uint16_t bits;
+};
+
+// A sign, four bits of exponent (bias 7), three of fraction; no infinity, and NaN where all seven are ones.
+struct Fp8 {
+  uint8_t bits;
 };
 
 inline Floats Load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
@@ -70,6 +77,32 @@ inline float Widen(Half x) {
 
 inline float Widen(BFloat16 x) {
   const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+inline float Widen(int8_t x) { return x; }
+
+inline Floats Load(const int8_t* p) {
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Sixteen*>(p), Ints), Floats);
+}
+
+inline Floats Load(const Fp8* p) {
+  const Words word = __builtin_convertvector(*reinterpret_cast<const Unsigned16*>(p), Words);
+  const Words size = word & 0x7f;
+  // A normal number's exponent grows by 120. A subnormal one is its fraction in units of 2^-9.
+  const Words wide = size == 0x7f ? Words{} + 0x7fc00000u : (size << 20) + (120u << 23);
+  const Floats small = __builtin_convertvector((Ints)size, Floats) * 0.001953125f;
+  return (Floats)((size < 8 ? (Words)small : wide) | (word & 0x80) << 24);
+}
+
+inline float Widen(Fp8 x) {
+  const uint32_t size = x.bits & 0x7fu;
+  uint32_t wide = size == 0x7f ? 0x7fc00000u : (size << 20) + (120u << 23);
+  const float small = static_cast<float>(size) * 0.001953125f;
+  if (size < 8) std::memcpy(&wide, &small, sizeof wide);
+  wide |= (x.bits & 0x80u) << 24;
   float out;
   std::memcpy(&out, &wide, sizeof out);
   return out;

@@ -121,10 +121,11 @@ class Array {
     return *this;
   }
   void Set(int64_t i, float value) {
-    if (type_ == XLA_FFI_DataType_F32) {
-      At<float>()[i] = value;
-    } else {
-      At<BFloat16>()[i] = Narrow(value);
+    switch (type_) {
+      case XLA_FFI_DataType_F32: At<float>()[i] = value; break;
+      case XLA_FFI_DataType_S8: PutScaled(value, At<int8_t>() + i); break;
+      case XLA_FFI_DataType_U8: PutScaled(value, At<Fp8>() + i); break;
+      default: At<BFloat16>()[i] = Narrow(value);
     }
   }
   // Random bits, the number they are small: a scale of any type, or quantised values.
@@ -140,6 +141,7 @@ class Array {
       case XLA_FFI_DataType_F32: return At<float>()[i];
       case XLA_FFI_DataType_F16: return Widen(At<Half>()[i]);
       case XLA_FFI_DataType_S8: return At<int8_t>()[i];
+      case XLA_FFI_DataType_U8: return Widen(At<Fp8>()[i]);
       default: return Widen(At<BFloat16>()[i]);
     }
   }
@@ -301,6 +303,23 @@ void Gates(std::mt19937& random, int64_t M, int64_t F, int64_t I, const Weight& 
   }
 }
 
+// Scales beside keys or values of int8 and fp8: of any size, none too small.
+struct Beside {
+  Array scales;
+  bool on;
+
+  Beside(std::mt19937& random, XLA_FFI_DataType type, std::vector<int64_t> shape)
+      : scales(kF32, std::move(shape)), on(type == XLA_FFI_DataType_S8 || type == XLA_FFI_DataType_U8) {
+    for (int64_t i = 0; i < scales.count(); ++i) scales.Set(i, 0.001f + static_cast<float>(random() % 1000) / 2e5f);
+  }
+  double At(int64_t i) const { return on ? scales.Get(i) : 1.0; }
+};
+
+std::vector<ffi::AnyBuffer> Both(const Beside& keys, const Beside& values) {
+  if (!keys.on) return {};
+  return {keys.scales.buffer(), values.scales.buffer()};
+}
+
 struct AttentionCase {
   int64_t B, T, K, G, H, S;
   int32_t stride, offset;
@@ -311,7 +330,9 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
   Array q(qt, {B, T, K, G, H}), keys(ct, {L, B, K, S, H}), values(ct, {L, B, K, S, H});
   Array at(XLA_FFI_DataType_S32, {}), first(XLA_FFI_DataType_S32, {}), positions(XLA_FFI_DataType_S32, {B, T});
   Array out(kF32, {B, T, K, G, H}), max(kF32, {B, T, K, G}), sum(kF32, {B, T, K, G});
-  q.Random(random), keys.Random(random), values.Random(random);
+  Beside of_keys(random, ct, {L, B, K, S}), of_values(random, ct, {L, B, K, S});
+  const double spread = of_keys.on ? 100 : 1;
+  q.Random(random), keys.Random(random, spread), values.Random(random, spread);
   *at.At<int32_t>() = layer;
   *first.At<int32_t>() = c.offset;
   // Rows of very different lengths: nothing yet, past the end, and anything between.
@@ -333,11 +354,13 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
     if (l == layer && s < filled[b]) continue;
     keys.Set(i, poison);
     values.Set(i, poison);
+    of_keys.scales.Set(i / H, poison);
+    of_values.scales.Set(i / H, poison);
   }
   out.Fill(poison), max.Fill(poison), sum.Fill(poison);
   Ok(CacheAttention(AsXla(), q.buffer(), keys.buffer(), values.buffer(), at.typed<ffi::S32>(),
-                    positions.typed<ffi::S32>(), first.typed<ffi::S32>(), out.typed<ffi::F32>(), max.typed<ffi::F32>(),
-                    sum.typed<ffi::F32>(), c.stride));
+                    positions.typed<ffi::S32>(), first.typed<ffi::S32>(), Both(of_keys, of_values),
+                    out.typed<ffi::F32>(), max.typed<ffi::F32>(), sum.typed<ffi::F32>(), c.stride));
   for (int64_t row = 0; row < B * T * K * G; ++row) {
     const int64_t k = row / G % K, t = row / G / K % T, b = row / G / K / T, n = seen(b, t);
     const int64_t head = ((layer * B + b) * K + k) * S * H;
@@ -351,7 +374,8 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
     for (int64_t s = 0; s < n; ++s) {
       double size = 0;
       for (int64_t h = 0; h < H; ++h) {
-        const double term = q.Get(row * H + h) * keys.Get(head + s * H + h) / std::sqrt(static_cast<double>(H));
+        const double key = keys.Get(head + s * H + h) * of_keys.At(head / H + s);
+        const double term = q.Get(row * H + h) * key / std::sqrt(static_cast<double>(H));
         scores[s] += term;
         size += std::abs(term);
       }
@@ -367,7 +391,8 @@ void Attention(std::mt19937& random, const AttentionCase& c, XLA_FFI_DataType qt
     for (int64_t h = 0; h < H; ++h) {
       double expected = 0, size = 0;
       for (int64_t s = 0; s < n; ++s) {
-        const double term = std::exp(scores[s] - top) / total * values.Get(head + s * H + h);
+        const double value = values.Get(head + s * H + h) * of_values.At(head / H + s);
+        const double term = std::exp(scores[s] - top) / total * value;
         expected += term;
         size += std::abs(term);
       }
@@ -383,7 +408,9 @@ void Turning(std::mt19937& random, int64_t B, int64_t T, int64_t K, int64_t G, i
   Array heads(xt, {B, T, K, G + 2, H}), keys(ct, {L, B, K, S, H}), values(ct, {L, B, K, S, H});
   Array cos(kF32, {B, T, H / 2}), sin(kF32, {B, T, H / 2}), out(xt, {B, T, K, G, H});
   Array at(XLA_FFI_DataType_S32, {}), zero(XLA_FFI_DataType_S32, {}), positions(XLA_FFI_DataType_S32, {B, T});
-  heads.Random(random), keys.Random(random), values.Random(random);
+  Beside of_keys(random, ct, {L, B, K, S}), of_values(random, ct, {L, B, K, S});
+  const double spread = of_keys.on ? 100 : 1;
+  heads.Random(random), keys.Random(random, spread), values.Random(random, spread);
   *at.At<int32_t>() = layer, *zero.At<int32_t>() = 0;
   for (int64_t i = 0; i < cos.count(); ++i) {
     cos.Set(i, static_cast<float>(std::cos(i))), sin.Set(i, static_cast<float>(std::sin(i)));
@@ -394,7 +421,9 @@ void Turning(std::mt19937& random, int64_t B, int64_t T, int64_t K, int64_t G, i
     positions.At<int32_t>()[i] = static_cast<int32_t>(std::max<int64_t>(0, start) + i % T);
   }
   std::vector<double> expected_keys(keys.count()), expected_values(keys.count());
-  for (int64_t i = 0; i < keys.count(); ++i) expected_keys[i] = keys.Get(i), expected_values[i] = values.Get(i);
+  const auto key = [&](int64_t i) { return keys.Get(i) * of_keys.At(i / H); };
+  const auto value = [&](int64_t i) { return values.Get(i) * of_values.At(i / H); };
+  for (int64_t i = 0; i < keys.count(); ++i) expected_keys[i] = key(i), expected_values[i] = value(i);
   const auto turned = [&](int64_t bt, int64_t head, int64_t h) {
     const int64_t half = H / 2, pair = h < half ? h + half : h - half, angle = bt * half + h % half;
     return heads.Get(head * H + h) * cos.Get(angle) + (h < half ? -1 : 1) * heads.Get(head * H + pair) * sin.Get(angle);
@@ -414,22 +443,61 @@ void Turning(std::mt19937& random, int64_t B, int64_t T, int64_t K, int64_t G, i
     }
   }
   Ok(RopeAttention(AsXla(), heads.buffer(), cos.typed<ffi::F32>(), sin.typed<ffi::F32>(), keys.buffer(),
-                   values.buffer(), at.typed<ffi::S32>(), positions.typed<ffi::S32>(), out.buffer(), keys.buffer(),
-                   values.buffer()));
+                   values.buffer(), at.typed<ffi::S32>(), positions.typed<ffi::S32>(), Both(of_keys, of_values),
+                   out.buffer(), keys.buffer(), values.buffer(), Both(of_keys, of_values)));
   // Rounded to the heads' type, then to the cache's; a turned number is a sum of two products of about 1.
-  const double unit = std::max(heads.unit(), keys.unit());
   for (int64_t i = 0; i < keys.count(); ++i) {
-    Near(keys.Get(i), expected_keys[i], 2.1 * unit * std::abs(expected_keys[i]) + 16 * kUnit, "stored key", i);
-    Near(values.Get(i), expected_values[i], 2.1 * keys.unit() * std::abs(expected_values[i]), "stored value", i);
+    // int8 is off by half a step of its scale, fp8 by 1/16 of itself or half of the smallest step.
+    const auto step = [&](double stored, double scale) {
+      return ct == XLA_FFI_DataType_S8 ? 0.5001 * scale
+             : of_keys.on              ? std::abs(stored) / 15 + scale / 1000
+                                       : 0.0;
+    };
+    const double wide = of_keys.on ? kUnit * 4 : keys.unit();
+    Near(key(i), expected_keys[i],
+         2.1 * std::max(heads.unit(), wide) * std::abs(expected_keys[i]) + 16 * kUnit + step(key(i), of_keys.At(i / H)),
+         "stored key", i);
+    Near(value(i), expected_values[i],
+         2.1 * wide * std::abs(expected_values[i]) + step(value(i), of_values.At(i / H)), "stored value", i);
   }
   Array plain(kF32, {B, T, K, G, H}), max(kF32, {B, T, K, G}), sum(kF32, {B, T, K, G});
   Ok(CacheAttention(AsXla(), q.buffer(), keys.buffer(), values.buffer(), at.typed<ffi::S32>(),
-                    positions.typed<ffi::S32>(), zero.typed<ffi::S32>(), plain.typed<ffi::F32>(),
-                    max.typed<ffi::F32>(), sum.typed<ffi::F32>(), 1));
+                    positions.typed<ffi::S32>(), zero.typed<ffi::S32>(), Both(of_keys, of_values),
+                    plain.typed<ffi::F32>(), max.typed<ffi::F32>(), sum.typed<ffi::F32>(), 1));
   // Its queries were turned in another order of roundings: a score of numbers around 1 is off by less than 1e-4.
   for (int64_t i = 0; i < out.count(); ++i) {
     const double expected = plain.Get(i) / sum.Get(i / H);
     Near(out.Get(i), expected, out.unit() * std::abs(expected) + 1e-3, "turned attention", i);
+  }
+}
+
+// Every number of fp8, read one by one and sixteen at a time, and stored again; and the nearest one of what is between.
+void Eighths() {
+  double before = 0;
+  for (uint32_t bits = 0; bits < 0x100; ++bits) {
+    const int exponent = bits >> 3 & 15;
+    const double fraction = bits & 7, sign = bits & 0x80 ? -1 : 1;
+    const double size = (bits & 0x7f) == 0x7f ? std::nan("")
+                        : exponent == 0       ? std::ldexp(fraction, -9)
+                                              : std::ldexp(8 + fraction, exponent - 10);
+    Fp8 eighth[kLanes] = {};
+    eighth[3].bits = static_cast<uint8_t>(bits);
+    for (const double found : {double{Widen(eighth[3])}, double{Load(eighth)[3]}}) {
+      Expect(std::isnan(size) ? std::isnan(found) : found == sign * size, "fp8 " + std::to_string(bits));
+    }
+    if ((bits & 0x7f) == 0) before = 0;
+    if (std::isnan(size)) continue;
+    Fp8 stored;
+    PutScaled(static_cast<float>(sign * size), &stored);
+    Expect(stored.bits == bits, "fp8 " + std::to_string(bits) + " stored");
+    if (size == 0) continue;
+    const float middle = static_cast<float>((before + size) / 2);
+    for (const float off : {0.999f, 1.0f, 1.001f}) {
+      PutScaled(static_cast<float>(sign) * middle * off, &stored);
+      const bool up = off > 1 || (off == 1 && bits % 2 == 0);  // of two as near, the even one
+      Expect(stored.bits == bits - !up, "fp8 below " + std::to_string(bits));
+    }
+    before = size;
   }
 }
 
@@ -633,6 +701,8 @@ void Shapes() {
   Turning(random, 3, 2, 2, 3, 16, 70, kF32, kU16);
   Turning(random, 3, 1, 1, 4, 64, 600, kBF16, kBF16);
   Turning(random, 2, 5, 3, 0, 6, 7, kBF16, kF32);
+  Turning(random, 3, 2, 2, 3, 20, 70, kF32, XLA_FFI_DataType_S8);
+  Turning(random, 3, 1, 1, 4, 64, 90, kBF16, XLA_FFI_DataType_U8);
   const std::vector<AttentionCase> cases = {
       {1, 1, 1, 1, 1, 1, 1, 0},    {3, 1, 2, 3, 5, 65, 1, 0},     {3, 3, 1, 8, 16, 64, 1, 0},
       {2, 16, 1, 1, 17, 63, 3, 2}, {3, 2, 1, 3, 80, 600, 1, 0},   {2, 1, 1, 5, 96, 1100, 4, 3},
@@ -647,6 +717,8 @@ void Shapes() {
     Attention(random, c, kF32, kF32);
     Attention(random, c, kBF16, kBF16);
     Attention(random, c, kF32, kU16);
+    Attention(random, c, kF32, XLA_FFI_DataType_S8);
+    Attention(random, c, kBF16, XLA_FFI_DataType_U8);
   }
 }
 
@@ -665,6 +737,7 @@ int main(int count, char**) {
     if (count == 1 && threads == 3) {
       Exponentials();
       Rounding();
+      Eighths();
       Halves();
       Bytewise();
       Refusals();
