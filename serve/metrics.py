@@ -103,10 +103,12 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=getattr(stats, field))
         split = GaugeMetricFamily(
             f"{PREFIX}_step_part_seconds",
-            "Of a recent step: host, the host's own work; device, time the host waited for the device",
+            "Of a recent step: device, time the host waited for the device; host, its own work beside that; host_cpu, "
+            "the CPU time of that work",
             labels=["part"],
         )
-        split.add_metric(["host"], stats.host_s)
+        split.add_metric(["host"], stats.host_wall_s)
+        split.add_metric(["host_cpu"], stats.host_s)
         split.add_metric(["device"], stats.device_s)
         yield split
         predicted = GaugeMetricFamily(
