@@ -117,6 +117,15 @@ class _EngineCollector(Collector):
         for term, seconds in stats.predicted_s.items():
             predicted.add_metric([term], seconds)
         yield predicted
+        shapes = GaugeMetricFamily(
+            f"{PREFIX}_step_shape_seconds",
+            "Recent mean time of the steps of a shape, and what the fitted model says of the newest",
+            labels=["rows", "prompt_tokens", "kind"],
+        )
+        for (rows, prompt), (measured, fitted) in stats.shapes_s.items():
+            shapes.add_metric([str(rows), str(prompt), "measured"], measured)
+            shapes.add_metric([str(rows), str(prompt), "predicted"], fitted)
+        yield shapes
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering does not read the engine."""

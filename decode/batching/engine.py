@@ -96,6 +96,7 @@ class Engine:
         self._last_result = 0.0
         self._averages = dict.fromkeys(("step_s", "host_s", "host_wall_s", "device_s", "dispatch_s"), 0.0)
         self._newest: tuple[int, int, int] = (1, 0, 0)
+        self._of_shape: dict[tuple[int, int], tuple[float, int]] = {}  # recent mean seconds, and positions read
 
     def start(self) -> None:
         """Compile every shape and start the engine's thread. Returns when ``ready``."""
@@ -202,6 +203,10 @@ class Engine:
                 pages_cached=pool.cached,
                 pages_total=pool.total,
                 predicted_s=self._fit.model.terms(*self._newest),
+                shapes_s={
+                    shape: (seconds, self._fit.model.seconds(*shape, context))
+                    for shape, (seconds, context) in self._of_shape.items()
+                },
                 **{name: scheduler.counts[name] for name in names},
                 **averages,
             )
@@ -298,6 +303,8 @@ class Engine:
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
             self._fit.saw(plan.R, plan.C, plan.context, seconds)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
+            before, _ = self._of_shape.get((plan.R, plan.C), (seconds, 0))
+            self._of_shape[plan.R, plan.C] = before + RECENT * (seconds - before), plan.context
             seen = {
                 "step_s": seconds,
                 "host_s": sent.host_s + time.thread_time() - busy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class EngineStats:
         the same by the clock, which is longer where the thread waits for a core (on CPU the device has them) or for
         other threads of Python; dispatch_s: the part of ``host_wall_s`` in which the runtime takes a step.
     predicted_s: the fitted model's terms of the newest step: "base", "rows", "prompt", "cache" seconds.
+    shapes_s: for each (rows, prompt tokens) that steps ran in, their recent mean seconds, and what the fitted model
+        says of the newest.
     """
 
     waiting: int
@@ -73,3 +75,4 @@ class EngineStats:
     predicted_s: dict[str, float]
     host_wall_s: float = 0.0
     dispatch_s: float = 0.0
+    shapes_s: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
