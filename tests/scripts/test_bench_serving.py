@@ -200,6 +200,23 @@ def test_refusals_and_failures_are_counted(live: Live, tmp_path: Path) -> None:
     assert set(point["errors"].values()) == {3}
 
 
+def test_a_server_that_still_starts_is_waited_for(live: Live, tmp_path: Path) -> None:
+    live.engine.is_ready = False
+    threading.Timer(0.05, setattr, (live.engine, "is_ready", True)).start()
+    report = bench(live, tmp_path, "--concurrency", "1", "--requests", "2", "--output-tokens", "2")
+    assert report["points"][0]["requests"]["completed"] == 2
+
+
+def test_a_server_that_goes_on_refusing_ends_the_run(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    live.engine.is_ready = False
+    try:
+        given = ["--url", live.url, "--api-key", "key", "--rate", "1", "--timeout", "0.2"]
+        assert main(given) == 1
+    finally:
+        live.engine.is_ready = True
+    assert "were refused: 503: this server is still compiling" in capsys.readouterr().err
+
+
 def test_beside_an_earlier_run(live: Live, tmp_path: Path) -> None:
     bench(live, tmp_path, "--rate", "50", "--requests", "3", "--output-tokens", "2", "--label", "before")
     (tmp_path / "report.json").rename(tmp_path / "before.json")

@@ -362,7 +362,7 @@ def test_before_the_engine_is_ready(tokenizer: Tokenizer) -> None:
 def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer: Tokenizer) -> None:
     with serving(tokenizer, step_s=0.002) as live:
         answers: list[httpx.Response] = []
-        running = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
+        running = threading.Thread(target=lambda: answers.append(live.post("completions", json=LONG)))
         running.start()
         eventually(lambda: live.engine.stats().running == 1)
         live.stop()
