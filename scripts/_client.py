@@ -22,7 +22,8 @@ class Outcome:
     began: when it was due (open loop) or sent (closed loop).
     late_s: how much later than due the client really sent it.
     arrivals: when each part with text came; the end of the answer where none had any.
-    tokens: generated, as the server counts them, else one for each part.
+    tokens: generated, as ``counted_by`` says: the server's own count; what was asked for, where it ended by its length;
+        or one for each part of the stream.
     error: why it was refused or failed.
     """
 
@@ -32,7 +33,7 @@ class Outcome:
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int | None = None
-    counted_by_server: bool = False
+    counted_by: Literal["server", "length", "parts"] = "parts"
     error: str = ""
 
     @property
@@ -105,14 +106,14 @@ class Client:
                     outcome.status = "refused" if response.status in REFUSED else "failed"
                     outcome.error = f"{response.status}: {_message(await response.text())}"
                     return outcome
-                await self._read(response, outcome)
+                await self._read(response, outcome, new_tokens)
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             outcome.error = _words_of(error)
         return outcome
 
-    async def _read(self, response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, outcome: Outcome, new_tokens: int) -> None:
         ended: float | None = None
-        parts = 0
+        reason, parts = "", 0
         async for data in _events(response):
             at = time.perf_counter()
             if data == "[DONE]":
@@ -124,20 +125,21 @@ class Client:
                 return
             usage = found.get("usage")
             if usage:
-                outcome.tokens, outcome.counted_by_server = usage["completion_tokens"], True
+                outcome.tokens, outcome.counted_by = usage["completion_tokens"], "server"
                 outcome.prompt_tokens = usage.get("prompt_tokens")
             for choice in found.get("choices", ()):
                 if choice.get("text") or (choice.get("delta") or {}).get("content"):
                     outcome.arrivals.append(at)
                     parts += 1
                 if choice.get("finish_reason"):
-                    ended = at
+                    ended, reason = at, choice["finish_reason"]
         if outcome.status != "completed" or ended is None:
             outcome.status, outcome.error = "failed", "the stream ended before its answer did"
             return
         outcome.arrivals = outcome.arrivals or [ended]
-        if not outcome.counted_by_server:
-            outcome.tokens = parts
+        if outcome.counted_by != "server":
+            outcome.counted_by = "length" if reason == "length" else "parts"
+            outcome.tokens = new_tokens if reason == "length" else parts
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:

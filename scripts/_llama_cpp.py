@@ -37,6 +37,19 @@ def quantized_file(source: Path, target: Path, file_type: str, threads: int) -> 
     return target
 
 
+def model_facts(path: Path) -> tuple[int, list[int]]:
+    """Bytes of its weights, and the tokens that end an answer. Raises UsageError where it cannot be loaded."""
+    api = _quiet_api()
+    model = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
+    if not model:
+        raise UsageError(f"llama.cpp cannot load {path}")
+    vocabulary = api.llama_model_get_vocab(model)
+    ids = range(api.llama_vocab_n_tokens(vocabulary))
+    facts = int(api.llama_model_size(model)), [token for token in ids if api.llama_vocab_is_eog(vocabulary, token)]
+    api.llama_model_free(model)
+    return facts
+
+
 class LlamaCppChain:
     """A filled cache, and the same number of greedy steps from it for each sample; nothing but C between them."""
 

@@ -55,7 +55,7 @@ class ManyRun:
             f"prompts   {len(self.completions):,}, at most {batch} at a time, in {self.seconds:.1f} s",
             f"tokens    {stats.generated_tokens:,}, {stats.generated_tokens / self.seconds:.1f} a second{tpot}",
             f"prefixes  {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were in the cache already",
-            f"steps     {stats.steps:,}; {stats.step_s * 1e3:.1f} ms each lately, {stats.host_s * 1e3:.2f} host",
+            f"steps     {stats.steps:,}; {stats.step_s * 1e3:.1f} ms each lately, {stats.host_s * 1e3:.2f} of host CPU",
         ]
 
 

@@ -47,7 +47,7 @@ def summarise(
         "output_tokens_per_s": tokens / seconds if done else 0.0,
         "output_tokens": tokens,
         "prompt_tokens": _total(one.prompt_tokens for one in done),
-        "tokens_counted_by": "server" if all(one.counted_by_server for one in done) else "parts of the stream",
+        "tokens_counted_by": sorted({one.counted_by for one in done}),
         "goodput": _goodput(done, len(outcomes), seconds, ttft_slo_s, tpot_slo_s),
         "ttft_ms": _stats(one.ttft_s for one in done),
         "tpot_ms": _stats(one.tpot_s for one in done if one.tpot_s is not None),

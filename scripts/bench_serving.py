@@ -85,7 +85,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="JSON",
         help='fields to add to each request, such as {"ignore_eos": true}',
     )
-    load.add_argument("--warmup", type=not_negative, default=2, metavar="N", help="requests ahead, not counted")
+    load.add_argument(
+        "--warmup",
+        type=not_negative,
+        default=2,
+        metavar="N",
+        help="requests ahead, not counted; they wait for a server that still starts (default 2)",
+    )
     load.add_argument("--seed", type=not_negative, default=0, help="another seed, other prompts (default 0)")
     load.add_argument(
         "--timeout", type=positive_number, default=600.0, metavar="SECONDS", help="of a request (default 600)"
@@ -144,10 +150,8 @@ async def _sweep(args: argparse.Namespace) -> dict[str, Any]:
     ) as client:
         model = args.model or await client.first_model()
         rng = np.random.default_rng([args.seed, 0])
-        for shot in shots(rng, [0.0] * args.warmup, args.prompt_tokens, args.output_tokens, args.shared_prefix):
-            outcome = await client.ask(model, shot.text, shot.new_tokens)
-            if outcome.status == "failed":
-                raise OSError(f"the first requests to {args.url} failed: {outcome.error}")
+        ahead = shots(rng, [0.0] * args.warmup, args.prompt_tokens, args.output_tokens, args.shared_prefix)
+        await _warm_up(args, client, model, ahead)
         for index, level in enumerate(args.rate or args.concurrency):
             rng = np.random.default_rng([args.seed, index + 1])
             load: dict[str, float]
@@ -177,6 +181,21 @@ async def _sweep(args: argparse.Namespace) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], "aiohttp": version("aiohttp")},
         "points": points,
     }
+
+
+async def _warm_up(args: argparse.Namespace, client: Client, model: str, ahead: Sequence[Shot]) -> None:
+    """Send these one after the other. A server that still refuses them, as one that compiles does, is waited for."""
+    until, told = time.monotonic() + args.timeout, False
+    for shot in ahead:
+        while (outcome := await client.ask(model, shot.text, shot.new_tokens)).status == "refused":
+            if time.monotonic() > until:
+                break
+            if not told:
+                _say(args, f"waiting for the server, which answers {outcome.error}")
+                told = True
+            await asyncio.sleep(0.5)
+        if outcome.status != "completed":
+            raise OSError(f"the first requests to {args.url} were {outcome.status}: {outcome.error}")
 
 
 async def open_loop(client: Client, model: str, own: Sequence[Shot]) -> list[Outcome]:

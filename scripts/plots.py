@@ -319,3 +319,31 @@ def draw_serving(reports: list[dict[str, Any]]) -> Figure:
     axes.grid(alpha=0.3, lw=0.4)
     axes.legend(fontsize=9)
     return figure
+
+
+def draw_serving_peers(report: dict[str, Any]) -> Figure:
+    """Two panels of the report of `scripts.bench_serving_peers`: throughput by load, and a step by its rows."""
+    figure = new_figure(12, 5)
+    loads, steps = figure.subplots(1, 2)
+    widths = list(dict.fromkeys(row["width"] for row in report["rows"]))
+    for width, colour in zip(widths, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False):
+        own = [row for row in report["rows"] if row["width"] == width]
+        at = [row["concurrency"] for row in own]
+        for key, name, style in (("ours", "shardstream", "o-"), ("peer", "llama.cpp", "s--")):
+            rates = [row[f"{key}_tokens_per_s"] for row in own]
+            loads.plot(at, rates, style, color=colour, lw=2, label=f"{name}, {width}")
+        taken = [step for step in report["steps"] if step["width"] == width]
+        at = [step["rows"] for step in taken]
+        for key, name, style in (
+            ("measured_ms", "measured", "o-"),
+            ("predicted_ms", "predicted", "x--"),
+            ("weights_ms", "one read of the weights", ":"),
+        ):
+            steps.plot(at, [step[key] for step in taken], style, color=colour, lw=2, label=f"{name}, {width}")
+    loads.set(xlabel="requests open at once", ylabel="output tokens/s", title="Throughput", xlim=(0, None))
+    steps.set(xlabel="rows of a step", ylabel="ms", title="A step of shardstream", xlim=(0, None))
+    for axes in (loads, steps):
+        axes.set_ylim(0, None)
+        axes.grid(alpha=0.3, lw=0.4)
+        axes.legend(fontsize=9)
+    return figure

@@ -106,12 +106,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=limits.token_budget,
         metavar="N",
-        help=f"prompt tokens that share a step with decodes (default {limits.token_budget})",
+        help="prompt tokens that share a step with decodes (default 256, on CPU 64)",
     )
     batch.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     batch.add_argument(
         "--max-queue",
-        type=not_negative,
+        type=positive,
         default=limits.max_queue,
         metavar="N",
         help=f"requests that wait at most (default {limits.max_queue})",

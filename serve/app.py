@@ -21,6 +21,7 @@ from serve.choice import Choice
 from serve.delivery import Delivery
 from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, of_validation
 from serve.generation import EngineLike, Generation, now
+from serve.inbox import Inbox
 from serve.limits import Limits, read_json_body
 from serve.metrics import CONTENT_TYPE, Metrics
 from serve.planning import Plan, Planner
@@ -56,6 +57,7 @@ class Service:
         self.metrics = Metrics(engine.stats, ttft_slo_s=options.ttft_slo_s, tpot_slo_s=options.tpot_slo_s)
         self._api_keys = [key.encode() for key in api_keys]
         self._created = int(time.time())
+        self._inbox = Inbox()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="tokenizer")
         self._planner = Planner(tokenizer, engine.max_len, engine.vocab_size, self.limits, self._threads)
 
@@ -135,7 +137,7 @@ class Service:
 
         def generation() -> Generation:
             choices = [Choice(self.tokenizer, plan.stop, continuation=plan.continuation) for _ in plan.requests]
-            return Generation(self.engine, self.metrics, plan.requests, choices, began)
+            return Generation(self.engine, self.metrics, self._inbox, plan.requests, choices, began)
 
         return Delivery(generation, reply, self.limits, stream=asked.stream, include_usage=include_usage)
 

@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from decode.batching.request import EngineError, RefusedError, RequestError
 from decode.decoder import NumericsError
 from serve.choice import Delta
 from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, invalid
-from serve.generation import Generation
+from serve.generation import Generation, now
 from serve.limits import Limits
 from serve.replies import DONE, Reply, event, to_json
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -45,14 +48,23 @@ class Delivery(Response):
         self._stream, self._include_usage = stream, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patient(message: dict[str, object]) -> None:
-            async with asyncio.timeout(self._limits.send_s):
-                await send(message)  # type: ignore[arg-type]
+        since: float | None = None  # when the part was sent that the client has not taken yet
 
-        work = asyncio.create_task(self._run(scope, receive, patient))  # type: ignore[arg-type]
+        async def watched(message: Message) -> None:
+            nonlocal since
+            since = now()
+            await send(message)
+            since = None
+
+        work = asyncio.create_task(self._run(scope, receive, watched))
         gone = asyncio.create_task(_disconnected(receive))
+        patience = self._limits.send_s
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            # Looking up now and then is cheaper than a timer for each token.
+            while not (await asyncio.wait((work, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if since is not None and now() - since >= patience:
+                    log.warning("a client took nothing for %g s; its request was ended", patience)
+                    break
         finally:
             gone.cancel()
             if not work.done():
@@ -67,8 +79,6 @@ class Delivery(Response):
                     await self._send_stream(generation, send)
                 else:
                     await self._send_whole(generation, send)
-        except TimeoutError:
-            log.warning("a client took nothing for %g s; its request was ended", self._limits.send_s)
         except ApiError as error:
             await error.response()(scope, receive, send)
         except (RequestError, RefusedError, NumericsError, EngineError) as error:
@@ -76,8 +86,9 @@ class Delivery(Response):
 
     async def _send_whole(self, generation: Generation, send: Send) -> None:
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
-        async for index, delta in generation.deltas():
-            deltas[index].append(delta)
+        async for together in generation.deltas():
+            for index, delta in together:
+                deltas[index].append(delta)
         body = to_json(self._reply.whole(deltas, generation.usage()))
         await Response(body, media_type="application/json")({"type": "http"}, _nothing, send)
 
@@ -88,14 +99,15 @@ class Delivery(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         opened: set[int] = set()
         try:
-            async for index, delta in _again(first, deltas):
+            async for together in _again(first, deltas):
                 parts = []
-                if index not in opened:
-                    opened.add(index)
-                    opening = self._reply.opening(index)
-                    parts = [] if opening is None else [event(opening)]
-                if delta.text or delta.tokens or delta.finish_reason:
-                    parts.append(event(self._reply.chunk(index, delta)))
+                for index, delta in together:
+                    if index not in opened:
+                        opened.add(index)
+                        opening = self._reply.opening(index)
+                        parts += [] if opening is None else [event(opening)]
+                    if delta.text or delta.tokens or delta.finish_reason:
+                        parts.append(event(self._reply.chunk(index, delta)))
                 if parts:
                     await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
             if self._include_usage:
@@ -124,7 +136,7 @@ def as_api_error(error: Exception) -> ApiError:
             return internal(str(error))
 
 
-async def _again(first: tuple[int, Delta], rest: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+async def _again(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
     yield first
     async for one in rest:
         yield one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Protocol
 from decode.batching.options import EngineOptions, EngineStats
 from decode.batching.request import EngineError, Event, RefusedError, Request, Ticket
 from serve.choice import Choice, Delta
+from serve.inbox import Inbox
 from serve.metrics import Metrics
 
 
@@ -37,14 +37,21 @@ class Generation:
     """
 
     def __init__(
-        self, engine: EngineLike, metrics: Metrics, requests: Sequence[Request], choices: Sequence[Choice], began: float
+        self,
+        engine: EngineLike,
+        metrics: Metrics,
+        inbox: Inbox,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+        began: float,
     ) -> None:
         self.choices = choices
         self.tickets: list[Ticket] = []
-        self._engine, self._metrics, self._requests = engine, metrics, requests
+        self._engine, self._metrics, self._inbox, self._requests = engine, metrics, inbox, requests
         self._began = began
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[int] = set()
+        self._first: dict[int, float] = {}  # when each one's first token came
         self._fault: Exception | None = None  # of an event; who sends a stream tells it to the client and goes on
 
     def __enter__(self) -> Generation:
@@ -64,28 +71,35 @@ class Generation:
     ) -> None:
         self._end(error)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(index, what is new) as tokens come, to the end of the last. Raises the error of an event."""
-        first: dict[int, float] = {}
+    async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """(index, what is new) of the tokens that came together, until the end of the last. Raises an event's error."""
         while self._open:
-            index, event = await self._events.get()
-            if index not in self._open:  # tokens decoded past a stop string before the engine heard of it
-                continue
-            if event.error is not None or event.finish_reason == "cancelled":
-                self._fault = event.error or EngineError("the request was cancelled by the server")
+            events = [await self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            found = []
+            for index, event in events:
+                if index not in self._open:  # tokens decoded past a stop string before the engine heard of it
+                    continue
+                if event.error is not None or event.finish_reason == "cancelled":
+                    self._fault = event.error or EngineError("the request was cancelled by the server")
+                    break
+                found.append((index, self._take(index, event)))
+            if found:
+                yield found
+            if self._fault is not None:
                 raise self._fault
-            choice = self.choices[index]
-            delta = choice.take(event)
-            if index not in first:
-                first[index] = event.at
-            if delta.finish_reason is not None:
-                self._open.discard(index)
-                if event.finish_reason is None:
-                    self._engine.cancel(self.tickets[index].id)
-                self._metrics.completed(
-                    delta.finish_reason, self._began, first[index], event.at, choice.generated_tokens
-                )
-            yield index, delta
+
+    def _take(self, index: int, event: Event) -> Delta:
+        choice = self.choices[index]
+        delta = choice.take(event)
+        first = self._first.setdefault(index, event.at)
+        if delta.finish_reason is not None:
+            self._open.discard(index)
+            if event.finish_reason is None:
+                self._engine.cancel(self.tickets[index].id)
+            self._metrics.completed(delta.finish_reason, self._began, first, event.at, choice.generated_tokens)
+        return delta
 
     def usage(self) -> dict[str, object]:
         """OpenAI's count of tokens. A prompt counts once, however many choices it has."""
@@ -103,8 +117,7 @@ class Generation:
 
     def _arrived(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
         """Called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        self._inbox.put(loop, self._events.put_nowait, (index, event))
 
     def _end(self, error: BaseException | None) -> None:
         for index, ticket in enumerate(self.tickets):

@@ -103,10 +103,12 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=getattr(stats, field))
         split = GaugeMetricFamily(
             f"{PREFIX}_step_part_seconds",
-            "Of a recent step: host, the host's own work; device, time the host waited for the device",
+            "Of a recent step: device, time the host waited for the device; host, its own work beside that; host_cpu, "
+            "the CPU time of that work",
             labels=["part"],
         )
-        split.add_metric(["host"], stats.host_s)
+        split.add_metric(["host"], stats.host_wall_s)
+        split.add_metric(["host_cpu"], stats.host_s)
         split.add_metric(["device"], stats.device_s)
         yield split
         predicted = GaugeMetricFamily(
@@ -115,6 +117,15 @@ class _EngineCollector(Collector):
         for term, seconds in stats.predicted_s.items():
             predicted.add_metric([term], seconds)
         yield predicted
+        shapes = GaugeMetricFamily(
+            f"{PREFIX}_step_shape_seconds",
+            "Recent mean time of the steps of a shape, and what the fitted model says of the newest",
+            labels=["rows", "prompt_tokens", "kind"],
+        )
+        for (rows, prompt), (measured, fitted) in stats.shapes_s.items():
+            shapes.add_metric([str(rows), str(prompt), "measured"], measured)
+            shapes.add_metric([str(rows), str(prompt), "predicted"], fitted)
+        yield shapes
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering does not read the engine."""

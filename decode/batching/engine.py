@@ -35,12 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class _Sent(NamedTuple):
-    """A step on its way."""
+    """A step on its way. host_s, host_wall_s: what sending it took, in CPU seconds and by the clock."""
 
     plan: Plan
     chosen: Chosen
     at: float
     host_s: float
+    host_wall_s: float
     dispatch_s: float
 
 
@@ -83,6 +84,7 @@ class Engine:
             deliver=self._deliver,
         )
         self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
+        self._in_table: dict[int, list[int]] = {}
         self._words: dict[Job, np.ndarray] = {}
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
@@ -92,8 +94,9 @@ class Engine:
         self._ready = self._draining = self._closing = False
         self._dead: str | None = None
         self._last_result = 0.0
-        self._averages = dict.fromkeys(("step_s", "host_s", "device_s", "dispatch_s"), 0.0)
+        self._averages = dict.fromkeys(("step_s", "host_s", "host_wall_s", "device_s", "dispatch_s"), 0.0)
         self._newest: tuple[int, int, int] = (1, 0, 0)
+        self._of_shape: dict[tuple[int, int], tuple[float, int]] = {}  # recent mean seconds, and positions read
 
     def start(self) -> None:
         """Compile every shape and start the engine's thread. Returns when ``ready``."""
@@ -200,6 +203,10 @@ class Engine:
                 pages_cached=pool.cached,
                 pages_total=pool.total,
                 predicted_s=self._fit.model.terms(*self._newest),
+                shapes_s={
+                    shape: (seconds, self._fit.model.seconds(*shape, context))
+                    for shape, (seconds, context) in self._of_shape.items()
+                },
                 **{name: scheduler.counts[name] for name in names},
                 **averages,
             )
@@ -242,7 +249,7 @@ class Engine:
             while True:
                 if self._closing:
                     return False
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), time.thread_time()
                 plan = self._scheduler.schedule(began, self._busy_until()) if len(self._sent) < IN_FLIGHT else None
                 if plan is not None or self._sent:
                     break
@@ -253,7 +260,7 @@ class Engine:
             packed = time.perf_counter()
             chosen = self._runner.step(plan.R, plan.C, vector)
             now = time.perf_counter()
-            self._sent.append(_Sent(plan, chosen, now, now - began, now - packed))
+            self._sent.append(_Sent(plan, chosen, now, time.thread_time() - busy, now - began, now - packed))
         if len(self._sent) == IN_FLIGHT or plan is None:
             self._read(self._sent.popleft())
         return True
@@ -261,7 +268,7 @@ class Engine:
     def _packed(self, plan: Plan) -> np.ndarray:
         """The plan as the step's vector, with the tables and slots of its jobs brought up to date."""
         for piece in (*plan.rows, *plan.pieces):
-            self._tables[piece.job.slot, : len(piece.job.pages)] = piece.job.pages
+            self._put_pages(piece.job)
         for job, _ in plan.sampled:
             if job not in self._words:
                 self._words[job] = sampler_words(job)
@@ -274,13 +281,19 @@ class Engine:
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
         return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
 
+    def _put_pages(self, job: Job) -> None:
+        """A job's pages in its slot's row of the table; in most steps they are there already."""
+        if self._in_table.get(job.slot) != job.pages:
+            self._tables[job.slot, : len(job.pages)] = job.pages
+            self._in_table[job.slot] = list(job.pages)
+
     def _read(self, sent: _Sent) -> None:
         """Wait for a step's tokens, and hand them out."""
         asked = time.perf_counter()
         words = np.asarray(sent.chosen.words)[: len(sent.plan.sampled)]
         wants = [job.request.top_logprobs for job, _ in sent.plan.sampled]
         listed = np.asarray(sent.chosen.top)[: len(wants)] if any(wants) else None
-        came = time.perf_counter()
+        came, busy = time.perf_counter(), time.thread_time()
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(wants)
         if listed is not None:
             tops = [_pairs(row, count) for row, count in zip(listed, wants, strict=True)]
@@ -290,8 +303,15 @@ class Engine:
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
             self._fit.saw(plan.R, plan.C, plan.context, seconds)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
-            host = sent.host_s + time.perf_counter() - came
-            seen = {"step_s": seconds, "host_s": host, "device_s": came - asked, "dispatch_s": sent.dispatch_s}
+            before, _ = self._of_shape.get((plan.R, plan.C), (seconds, 0))
+            self._of_shape[plan.R, plan.C] = before + RECENT * (seconds - before), plan.context
+            seen = {
+                "step_s": seconds,
+                "host_s": sent.host_s + time.thread_time() - busy,
+                "host_wall_s": sent.host_wall_s + time.perf_counter() - came,
+                "device_s": came - asked,
+                "dispatch_s": sent.dispatch_s,
+            }
             for name, value in seen.items():
                 before = self._averages[name]
                 self._averages[name] = value if not before else before + RECENT * (value - before)

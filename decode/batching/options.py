@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class EngineOptions:
     max_len: positions of a request at most, prompt and output; None: what the model was made for, at most 8192.
     page_size: positions of a cache page; rounded up to 16, 32, 64..., and to a multiple of ``kv_seq``.
     pages: pages of the cache; None: as many as hold ``max_batch`` requests of ``max_len``, within 1/4 of memory.
-    token_budget: prompt tokens that a step takes beside its decodes, at most.
+    token_budget: prompt tokens that a step takes beside its decodes, at most; None: 256, and 64 on CPU, which a few
+        tokens keep busy already: larger pieces would take no less time a token there, and hold the decodes up.
     prefix_cache: share full pages of equal prompts, and keep them until their room is needed.
     max_queue: requests that wait at most; one more is refused.
     ttft_slo_s, tpot_slo_s: targets in seconds for the time to the first token and for each token after it. With them
@@ -24,7 +25,7 @@ class EngineOptions:
     max_len: int | None = None
     page_size: int = 16
     pages: int | None = None
-    token_budget: int = 256
+    token_budget: int | None = None
     prefix_cache: bool = True
     max_queue: int = 1024
     ttft_slo_s: float | None = None
@@ -41,10 +42,14 @@ class EngineStats:
     prompt_tokens, cached_tokens, generated_tokens: of admitted requests; cached ones were not computed again.
     goodput_requests: completed within both targets (all completed ones where there is no target).
     steps, decode_steps: device steps in all, and those without prompt tokens.
-    step_s: mean seconds between results while busy, recent; host_s: of these, the host's own work for one step
-        (scheduling, packing, dispatch and delivery); device_s: time the host waited for the device.
-    dispatch_s: the part of ``host_s`` that handing a step to the runtime takes.
+    step_s: mean seconds between results while busy, recent; device_s: of these, how long the host waited for the
+        device, with nothing else to do.
+    host_s: CPU seconds of the engine's thread for one step: scheduling, packing, dispatch and delivery; host_wall_s:
+        the same by the clock, which is longer where the thread waits for a core (on CPU the device has them) or for
+        other threads of Python; dispatch_s: the part of ``host_wall_s`` in which the runtime takes a step.
     predicted_s: the fitted model's terms of the newest step: "base", "rows", "prompt", "cache" seconds.
+    shapes_s: for each (rows, prompt tokens) that steps ran in, their recent mean seconds, and what the fitted model
+        says of the newest.
     """
 
     waiting: int
@@ -68,4 +73,6 @@ class EngineStats:
     host_s: float
     device_s: float
     predicted_s: dict[str, float]
+    host_wall_s: float = 0.0
     dispatch_s: float = 0.0
+    shapes_s: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)

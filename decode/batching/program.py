@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decode.batching.jobs import Job, Plan
+from decode.batching.jobs import Job, Piece, Plan
 from decode.batching.paged_cache import TILE, PagedCache
 from decode.batching.request import MOST_TOP_LOGPROBS
 from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, RowValues, sample_rows
@@ -83,13 +83,12 @@ class Packing:
         tokens, positions, words, own_tables = self.parts(vector)
         positions[:] = -1
         words[1] = no_slot
-        places, ending = [], {job for job, _ in plan.sampled}
-        for row, piece in enumerate(plan.rows):
-            job, at = piece.job, piece.start
-            tokens[row] = job.tokens[at] if at < len(job.tokens) else -1
-            positions[row] = at
-            own_tables[row] = tables[job.slot]
-            places.append(row)
+        rows, ending = len(plan.rows), {job for job, _ in plan.sampled}
+        if rows:  # whole columns at once: a row at a time takes NumPy as long as all of them
+            tokens[:rows] = [_fed(piece) for piece in plan.rows]
+            positions[:rows] = [piece.start for piece in plan.rows]
+            own_tables[:rows] = tables[[piece.job.slot for piece in plan.rows]]
+        places = list(range(rows))
         at, tile = self.R, self.R
         for piece in plan.pieces:
             end = piece.start + piece.count
@@ -100,10 +99,17 @@ class Packing:
             tiles = -(-piece.count // TILE)
             own_tables[tile : tile + tiles] = tables[piece.job.slot]
             at, tile = at + tiles * TILE, tile + tiles
-        for row, ((job, position), place) in enumerate(zip(plan.sampled, places, strict=True)):
-            words[:3, row] = place, job.slot, position
-            words[3:, row] = sampler(job)
+        if plan.sampled:
+            slots, positions = [job.slot for job, _ in plan.sampled], [position for _, position in plan.sampled]
+            words[:3, : len(slots)] = places, slots, positions
+            words[3:, : len(slots)] = np.array([sampler(job) for job, _ in plan.sampled]).T
         return vector
+
+
+def _fed(piece: Piece) -> int:
+    """The token of a row; -1 where only the device knows it."""
+    tokens = piece.job.tokens
+    return tokens[piece.start] if piece.start < len(tokens) else -1
 
 
 def sampler_words(job: Job) -> np.ndarray:

@@ -27,6 +27,9 @@ from sharding.multihost import PEER_TIMEOUT_S
 LONGEST_DEFAULT = 8192
 """``max_len`` by default, where the model allows more: a block table has a page for each part of it."""
 
+DEFAULT_BUDGET = {False: 256, True: 64}
+"""Prompt tokens of a step by default, elsewhere and on CPU."""
+
 CHANNEL = "engine"
 """What the processes of one engine call their messages."""
 
@@ -50,7 +53,11 @@ class Runner:
             raise RequestError(
                 f"the engine runs on a mesh with a data axis of 1, not {layout.data}; start one a replica"
             )
-        for name in ("max_batch", "page_size", "token_budget", "max_queue"):
+        cpu = layout.platform == "cpu"
+        token_budget = DEFAULT_BUDGET[cpu] if options.token_budget is None else options.token_budget
+        if token_budget < 1:
+            raise RequestError(f"token_budget is {token_budget}; it must be at least 1")
+        for name in ("max_batch", "page_size", "max_queue"):
             if getattr(options, name) < 1:
                 raise RequestError(f"{name} is {getattr(options, name)}; it must be at least 1")
         most = config.max_position_embeddings
@@ -62,7 +69,7 @@ class Runner:
         self.page_size = capacity(options.page_size, layout.kv_seq)
         self.pages_each = -(-self.max_len // self.page_size)
         self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable())
-        self.shapes = Shapes.of(options.max_batch, options.token_budget)
+        self.shapes = Shapes.of(options.max_batch, token_budget, fine=cpu)
         self._announcer: Announcer | None = None
         self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._vocab = layout.padded_shape((config.vocab_size,), ("vocab",))[0]

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from decode.batching.paged_cache import TILE
 
-MIXED_STEP = 4
+COARSE, FINE = 4, 2
 """In steps with prompt tokens, each number of rows and each size of the prompt part is so many times the last one."""
+
+LEAST_MIXED = 4
+"""Rows of the smallest step with prompt tokens, but for the one of a request that is alone."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,25 @@ class Shapes:
     prompt: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_batch: int, token_budget: int) -> Shapes:
-        """Rows by twos, with prompts by ``MIXED_STEP``, up to ``max_batch``; prompt tokens up to ``token_budget``."""
+    def of(cls, max_batch: int, token_budget: int, *, fine: bool = False) -> Shapes:
+        """Rows by twos, with prompts by ``COARSE``, up to ``max_batch``; prompt tokens up to ``token_budget``.
+
+        fine: for devices that a few tokens keep busy already, where padding takes as long as what it pads: steps with
+            prompts come by ``FINE``, and there are some of a single row.
+        """
+        step = FINE if fine else COARSE
         rows = [1]
         while rows[-1] < max_batch:
             rows.append(min(2 * rows[-1], max_batch))
         largest = -(-token_budget // TILE) * TILE
         prompt = [largest]
         while prompt[0] > TILE:
-            prompt.insert(0, max(TILE, prompt[0] // MIXED_STEP // TILE * TILE))
-        mixed = [min(MIXED_STEP, max_batch)]
+            prompt.insert(0, max(TILE, prompt[0] // step // TILE * TILE))
+        mixed = [min(LEAST_MIXED, max_batch)]
         while mixed[-1] < max_batch:
-            mixed.append(min(MIXED_STEP * mixed[-1], max_batch))
+            mixed.append(min(step * mixed[-1], max_batch))
+        if fine and mixed[0] == LEAST_MIXED:
+            mixed.insert(0, 1)
         return cls(tuple(rows), tuple(mixed), tuple(prompt))
 
     def all(self) -> list[tuple[int, int]]:

@@ -96,7 +96,7 @@ def test_prompts_share_what_they_are_told_to() -> None:
 
 
 def outcome(began: float, arrived: list[float], tokens: int, status: Any = "completed", error: str = "") -> Outcome:
-    return Outcome(began, 0.0, status, arrived, tokens, 10, True, error)
+    return Outcome(began, 0.0, status, arrived, tokens, 10, "server", error)
 
 
 def test_numbers_by_hand() -> None:
@@ -146,7 +146,7 @@ def test_open_loop_on_a_live_server(live: Live, tmp_path: Path, capsys: pytest.C
     for point, rate in zip(report["points"], (40, 80), strict=True):
         assert point["rate"] == rate
         assert point["requests"] == {"offered": 20, "completed": 20, "refused": 0, "failed": 0}
-        assert point["tokens_counted_by"] == "server"
+        assert point["tokens_counted_by"] == ["server"]
         assert 20 * 5 <= point["output_tokens"] <= 20 * 9
         assert point["goodput"]["requests"] == 20
         for name in ("ttft", "tpot", "itl", "e2e"):
@@ -198,6 +198,23 @@ def test_refusals_and_failures_are_counted(live: Live, tmp_path: Path) -> None:
     assert point["requests"] == {"offered": 9, "completed": 3, "refused": 3, "failed": 3}
     assert point["goodput"]["share"] == pytest.approx(3 / 9)
     assert set(point["errors"].values()) == {3}
+
+
+def test_a_server_that_still_starts_is_waited_for(live: Live, tmp_path: Path) -> None:
+    live.engine.is_ready = False
+    threading.Timer(0.05, setattr, (live.engine, "is_ready", True)).start()
+    report = bench(live, tmp_path, "--concurrency", "1", "--requests", "2", "--output-tokens", "2")
+    assert report["points"][0]["requests"]["completed"] == 2
+
+
+def test_a_server_that_goes_on_refusing_ends_the_run(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    live.engine.is_ready = False
+    try:
+        given = ["--url", live.url, "--api-key", "key", "--rate", "1", "--timeout", "0.2"]
+        assert main(given) == 1
+    finally:
+        live.engine.is_ready = True
+    assert "were refused: 503: this server is still compiling" in capsys.readouterr().err
 
 
 def test_beside_an_earlier_run(live: Live, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ class FakeEngine:
         with self._lock:
             self._closed = True
             self._fail_all("the engine was closed")
+        self.open.set()
         self._wake.set()
         self._thread.join()
 

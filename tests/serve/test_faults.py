@@ -204,6 +204,7 @@ def test_a_client_that_leaves_frees_its_pages(tokenizer: Tokenizer, stream: bool
         connection = raw(live)
         connection.sendall(request_bytes({**LONG, "stream": stream, "n": 2, "ignore_eos": True}))
         eventually(lambda: live.engine.stats().running == 2)
+        live.engine.open.clear()  # else they might end by themselves before the machine gets round to it
         if how == "half-close":
             connection.shutdown(socket.SHUT_WR)
         else:
@@ -228,13 +229,24 @@ def test_a_client_that_leaves_while_it_waits_for_its_first_token(tokenizer: Toke
         live.engine.open.set()
 
 
-def test_a_slow_reader_holds_up_nobody_and_is_let_go(tokenizer: Tokenizer) -> None:
-    """The engine never waits for a reader: it fills its connection, the rest of its text waits, then it is ended."""
-    body = {"prompt": "abc", "max_tokens": 500, "n": 16, "logprobs": 20, "stream": True}
-    with serving(tokenizer, limits=Limits(send_s=0.3)) as live, raw(live, receive_buffer=4096) as slow:
-        slow.sendall(request_bytes(body))
-        eventually(lambda: live.engine.stats().completed == 16)  # it was never held up
+MUCH = {"prompt": "abc", "max_tokens": 500, "n": 16, "logprobs": 20, "stream": True}
+"""More than a connection holds that nobody reads."""
+
+
+def test_a_slow_reader_holds_up_nobody(tokenizer: Tokenizer) -> None:
+    """The engine never waits for a reader: it fills its connection, and the rest of its text waits."""
+    with serving(tokenizer) as live, raw(live, receive_buffer=4096) as slow:
+        slow.sendall(request_bytes(MUCH))
+        eventually(lambda: live.engine.stats().completed == 16)
         assert live.post("completions", json=LONG).status_code == 200
+        assert live.engine.stats().pages_used == 0
+        assert live.service.open_requests == 1
+
+
+def test_a_reader_that_takes_nothing_is_let_go(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, limits=Limits(send_s=0.2)) as live, raw(live, receive_buffer=4096) as slow:
+        slow.sendall(request_bytes(MUCH))
+        eventually(lambda: live.engine.stats().submitted == 16)
         eventually(lambda: live.service.open_requests == 0)
         assert live.engine.stats().pages_used == 0
 
@@ -362,15 +374,17 @@ def test_before_the_engine_is_ready(tokenizer: Tokenizer) -> None:
 def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer: Tokenizer) -> None:
     with serving(tokenizer, step_s=0.002) as live:
         answers: list[httpx.Response] = []
-        running = threading.Thread(target=lambda: answers.append(httpx.post(f"{live.url}/v1/completions", json=LONG)))
+        running = threading.Thread(target=lambda: answers.append(live.post("completions", json=LONG)))
         running.start()
         eventually(lambda: live.engine.stats().running == 1)
+        live.engine.open.clear()
         live.stop()
         eventually(lambda: live.service.draining)
         assert live.get("/ready").json()["reason"] == "this server is shutting down; ask another"
         response = live.post("completions", json=LONG)
         assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
         assert live.get("/health").status_code == 200
+        live.engine.open.set()
         running.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 500
         live.thread.join(PATIENCE_S)

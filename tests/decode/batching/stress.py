@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import threading
@@ -93,6 +94,12 @@ def stress(tp: int, more: Callable[[], bool], seed: int = 0) -> dict[str, int]:
     }
 
 
+def _resident_mb() -> int:
+    """Memory of this process now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
@@ -100,11 +107,13 @@ def main() -> int:
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(1, args.tp))
+    stress(args.tp, lambda: False)  # compiles, which is not to count
     until, round_number = time.monotonic() + args.seconds, 0
     held = []
     while time.monotonic() < until:
         end = min(until, time.monotonic() + 20)
-        print(stress(args.tp, lambda end=end: time.monotonic() < end, round_number), flush=True)  # type: ignore[misc]
+        counts = stress(args.tp, lambda end=end: time.monotonic() < end, round_number)  # type: ignore[misc]
+        print({**counts, "resident_mb": _resident_mb()}, flush=True)
         round_number += 1
         gc.collect()
         held.append(len(jax.live_arrays()))

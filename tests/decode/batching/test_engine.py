@@ -268,6 +268,7 @@ def test_stats_say_where_the_time_goes() -> None:
         stats = engine.stats()
     assert stats.steps == stats.decode_steps + 3  # 40 prompt tokens at 16 a step
     assert 0 < stats.host_s < 1
+    assert stats.host_wall_s > stats.dispatch_s > 0
     assert stats.step_s > 0
     assert set(stats.predicted_s) == {"base", "rows", "prompt", "cache"}
     assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (40, 0, 20)

@@ -138,5 +138,8 @@ def test_shapes_are_few_and_hold_what_fits() -> None:
     assert len(shapes.all()) == 16
     assert shapes.fit(5, 0) == (8, 0)
     assert shapes.fit(5, 48) == (16, 64)
+    fine = Shapes.of(16, 64, fine=True)
+    assert (fine.rows, fine.mixed_rows, fine.prompt) == ((1, 2, 4, 8, 16), (1, 4, 8, 16), (16, 32, 64))
+    assert Shapes.of(3, 48, fine=True) == Shapes((1, 2, 3), (3,), (16, 48))
     assert Shapes.of(1, 5) == Shapes((1,), (1,), (16,))
     assert Shapes.of(3, 32) == Shapes((1, 2, 3), (3,), (16, 32))
