@@ -21,7 +21,8 @@ from decode.batching.program import Chosen, Packing, sampler_words
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
 from decode.batching.runner import Runner
 from decode.batching.scheduler import Scheduler
-from decode.batching.targets import Targets
+from decode.batching.speculation import Speculation
+from decode.batching.targets import MARGIN, Targets
 from decode.decoder import Decoder
 from roofline.step_time import StepTime, StepTimeFit
 
@@ -48,7 +49,8 @@ class Engine:
     """Continuous batching over one loaded model; token ids in, token ids out.
 
     Every method may be called from any thread. The host prepares a step while the device runs the one before it: it
-    reads each step's tokens one step late, and a request that turns out to have ended wastes one row of one step.
+    reads each step's tokens one step late, and a request that turns out to have ended wastes one row of one step. With
+    ``EngineOptions.proposals`` it also speculates, where that is faster; the text is the same.
 
     Args:
         decoder: a loaded model on its mesh, with ``layout.data`` 1.
@@ -66,6 +68,10 @@ class Engine:
             target = getattr(self.options, name)
             if target is not None and not 0 < target < math.inf:
                 raise RequestError(f"{name} is {target}; it must be a positive number of seconds")
+        self._speculation: Speculation | None = None
+        if self.options.proposals:
+            limit_s = None if self.options.tpot_slo_s is None else MARGIN * self.options.tpot_slo_s
+            self._speculation = Speculation(self.options.proposals, self._runner.shapes, self._fit, limit_s=limit_s)
         self._scheduler = Scheduler(
             PagePool(self._runner.pages, keep=self.options.prefix_cache),
             self._runner.page_size,
@@ -81,6 +87,7 @@ class Engine:
             max_batch=self.options.max_batch,
             max_queue=self.options.max_queue,
             deliver=self._deliver,
+            speculation=self._speculation,
         )
         self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
         self._words: dict[Job, np.ndarray] = {}
@@ -190,6 +197,7 @@ class Engine:
         """Counters and gauges, cheap enough for every scrape."""
         names: tuple[str, ...] = ("submitted", "completed", "cancelled", "refused", "failed", "preemptions")
         names += ("prompt_tokens", "cached_tokens", "generated_tokens", "goodput_requests", "steps", "decode_steps")
+        names += ("proposed_tokens", "accepted_tokens")
         averages: dict[str, Any] = dict(self._averages)
         with self._changed:
             scheduler, pool = self._scheduler, self._scheduler.pool
@@ -261,16 +269,17 @@ class Engine:
     def _packed(self, plan: Plan) -> np.ndarray:
         """The plan as the step's vector, with the tables and slots of its jobs brought up to date."""
         for piece in (*plan.rows, *plan.pieces):
+            if piece.proposal is not None:  # its job came just before
+                continue
             self._tables[piece.job.slot, : len(piece.job.pages)] = piece.job.pages
         for job, _ in plan.sampled:
             if job not in self._words:
                 self._words[job] = sampler_words(job)
             request = job.request
             # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
-            fresh = job.in_flight == 1 and job.length - 1 == len(job.tokens)
-            needs = request.logit_bias or request.sampling.repetition_penalty != 1
-            if needs and fresh:
+            if job.fresh and (request.logit_bias or request.sampling.repetition_penalty != 1):
                 self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
+            job.fresh = False
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
         return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
 
@@ -295,6 +304,8 @@ class Engine:
             for name, value in seen.items():
                 before = self._averages[name]
                 self._averages[name] = value if not before else before + RECENT * (value - before)
+            if self._speculation is not None:
+                self._speculation.host_s = self._averages["host_s"]
 
     def _busy_until(self) -> float:
         """When the steps on their way are expected to end; asked only where there is a target to keep."""

@@ -86,7 +86,10 @@ class Packing:
         places, ending = [], {job for job, _ in plan.sampled}
         for row, piece in enumerate(plan.rows):
             job, at = piece.job, piece.start
-            tokens[row] = job.tokens[at] if at < len(job.tokens) else -1
+            if piece.proposal is not None:
+                tokens[row] = piece.proposal
+            else:
+                tokens[row] = job.tokens[at] if at < len(job.tokens) else -1
             positions[row] = at
             own_tables[row] = tables[job.slot]
             places.append(row)

@@ -18,6 +18,7 @@ from decode.batching.request import RequestError
 from decode.batching.shapes import Shapes
 from decode.cache import capacity
 from decode.decoder import Decoder
+from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
 from sharding.multihost import PEER_TIMEOUT_S
@@ -39,7 +40,7 @@ class Runner:
     """Owns the device arrays: one caller at a time, and every step in the order of the calls.
 
     Raises:
-        RequestError: options that contradict each other or the model.
+        RequestError: options that contradict each other or the model. SpeculationError: proposals that do.
     """
 
     def __init__(self, decoder: Decoder, options: EngineOptions):
@@ -60,7 +61,14 @@ class Runner:
         self.page_size = capacity(options.page_size, layout.kv_seq)
         self.pages_each = -(-self.max_len // self.page_size)
         self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable())
-        self.shapes = Shapes.of(options.max_batch, options.token_budget)
+        if not 0 <= options.proposals <= MOST_PROPOSALS:
+            raise SpeculationError(f"proposals is {options.proposals}; a step takes up to {MOST_PROPOSALS} a request")
+        if options.proposals >= self.max_len:
+            raise SpeculationError(
+                f"k is {options.proposals}, and a request has room for {self.max_len} positions: propose fewer, or "
+                f"raise max_len"
+            )
+        self.shapes = Shapes.of(options.max_batch, options.token_budget, options.proposals)
         self._announcer: Announcer | None = None
         self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._vocab = layout.padded_shape((config.vocab_size,), ("vocab",))[0]

@@ -10,11 +10,17 @@ MIXED_STEP = 4
 """In steps with prompt tokens, each number of rows and each size of the prompt part is so many times the last one."""
 
 
+VERIFIED_ROWS = 64
+"""Rows of the largest step with proposals, unless more requests run together. Past that a row costs real time even
+where matrix units are large, and proposals seldom pay."""
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Rows and prompt tokens of every compiled step.
 
     rows: of steps without prompt tokens; mixed_rows: of those with; prompt: prompt tokens of the latter. Ascending.
+    With speculation a request may have several rows.
     """
 
     rows: tuple[int, ...]
@@ -22,11 +28,20 @@ class Shapes:
     prompt: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_batch: int, token_budget: int) -> Shapes:
-        """Rows by twos, with prompts by ``MIXED_STEP``, up to ``max_batch``; prompt tokens up to ``token_budget``."""
+    def of(cls, max_batch: int, token_budget: int, proposals: int = 0) -> Shapes:
+        """Rows by twos, with prompts by ``MIXED_STEP``, up to ``max_batch``; prompt tokens up to ``token_budget``.
+
+        With ``proposals`` the rows of steps without prompts go on, as far as ``VERIFIED_ROWS``, and one size is just
+        what a request alone makes of them.
+        """
         rows = [1]
         while rows[-1] < max_batch:
             rows.append(min(2 * rows[-1], max_batch))
+        if proposals:
+            most = min(max_batch * (1 + proposals), max(VERIFIED_ROWS, max_batch))
+            while rows[-1] < most:
+                rows.append(min(2 * rows[-1], most))
+            rows = sorted({*rows, 1 + proposals})
         largest = -(-token_budget // TILE) * TILE
         prompt = [largest]
         while prompt[0] > TILE:
