@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ import numpy as np
 
 from decode.batching.jobs import Job, Plan
 from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
 from decode.batching.program import Chosen, Packing, sampler_words
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
@@ -24,6 +26,7 @@ from decode.batching.scheduler import Scheduler
 from decode.batching.speculation import Speculation
 from decode.batching.targets import MARGIN, Targets
 from decode.decoder import Decoder
+from decode.speculation.draft import DraftModel
 from roofline.step_time import StepTime, StepTimeFit
 
 IN_FLIGHT = 2
@@ -43,6 +46,7 @@ class _Sent(NamedTuple):
     at: float
     host_s: float
     dispatch_s: float
+    draft_s: float
 
 
 class Engine:
@@ -54,14 +58,16 @@ class Engine:
 
     Args:
         decoder: a loaded model on its mesh, with ``layout.data`` 1.
+        draft: what proposes tokens, on the same layout; None: what followed the same tokens before.
 
     Raises:
         RequestError: options that contradict each other or the model.
+        SpeculationError: proposals out of range, or a draft that does not fit.
     """
 
-    def __init__(self, decoder: Decoder, options: EngineOptions | None = None):
+    def __init__(self, decoder: Decoder, options: EngineOptions | None = None, draft: DraftModel | None = None):
         self.options = options or EngineOptions()
-        self._runner = Runner(decoder, self.options)
+        self._runner = Runner(decoder, self.options, draft)
         self.max_len, self.vocab_size = self._runner.max_len, decoder.config.vocab_size
         self._fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
         for name in ("ttft_slo_s", "tpot_slo_s"):
@@ -71,7 +77,13 @@ class Engine:
         self._speculation: Speculation | None = None
         if self.options.proposals:
             limit_s = None if self.options.tpot_slo_s is None else MARGIN * self.options.tpot_slo_s
-            self._speculation = Speculation(self.options.proposals, self._runner.shapes, self._fit, limit_s=limit_s)
+            self._speculation = Speculation(
+                self.options.proposals,
+                self._runner.shapes,
+                self._fit,
+                limit_s=limit_s,
+                draft_s=None if self._runner.draft is None else self._runner.draft.seconds,
+            )
         self._scheduler = Scheduler(
             PagePool(self._runner.pages, keep=self.options.prefix_cache),
             self._runner.page_size,
@@ -257,11 +269,14 @@ class Engine:
                 self._changed.wait()
             if plan is not None:
                 vector = self._packed(plan)
+                draft_calls, draft_s = self._draft_calls(plan)
         if plan is not None:
             packed = time.perf_counter()
+            for call in draft_calls:
+                call()
             chosen = self._runner.step(plan.R, plan.C, vector)
             now = time.perf_counter()
-            self._sent.append(_Sent(plan, chosen, now, now - began, now - packed))
+            self._sent.append(_Sent(plan, chosen, now, now - began, now - packed, draft_s))
         if len(self._sent) == IN_FLIGHT or plan is None:
             self._read(self._sent.popleft())
         return True
@@ -283,6 +298,24 @@ class Engine:
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
         return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
 
+    def _draft_calls(self, plan: Plan) -> tuple[list[Callable[[], None]], float]:
+        """What the plan asks of a draft model, to be sent ahead of its step, and how long that takes. The tables are as
+        ``_packed`` left them."""
+        draft, runner = self._runner.draft, self._runner
+        if draft is None or not (plan.fills or plan.proposals):
+            return [], 0.0
+        calls, size = [], 0
+        if plan.fills:
+            _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
+            fills = Plan([], plan.fills, [], 0, size, 0)
+            vector = Packing(0, size, runner.pages_each).pack(fills, self._words.__getitem__, self._tables, 0)
+            calls.append(functools.partial(runner.fill, size, vector))
+        if plan.proposals:
+            asking = draft.asking(len(plan.proposals))
+            vector = asking.pack(plan, self._tables, runner.max_batch)
+            calls.append(functools.partial(runner.propose, asking.N, vector))
+        return calls, draft.plan_seconds(plan, size)
+
     def _read(self, sent: _Sent) -> None:
         """Wait for a step's tokens, and hand them out."""
         asked = time.perf_counter()
@@ -294,10 +327,12 @@ class Engine:
         if listed is not None:
             tops = [_pairs(row, count) for row, count in zip(listed, wants, strict=True)]
         with self._changed:
+            if self._runner.draft is not None:
+                self._learn_proposals(sent.plan, words[:, 2].tolist())
             logprobs = words[:, 1].copy().view(np.float32).tolist()
             self._scheduler.complete(sent.plan, words[:, 0].tolist(), logprobs, tops, came)
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
-            self._fit.saw(plan.R, plan.C, plan.context, seconds)
+            self._fit.saw(plan.R, plan.C, plan.context, seconds - sent.draft_s)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
             host = sent.host_s + time.perf_counter() - came
             seen = {"step_s": seconds, "host_s": host, "device_s": came - asked, "dispatch_s": sent.dispatch_s}
@@ -306,6 +341,12 @@ class Engine:
                 self._averages[name] = value if not before else before + RECENT * (value - before)
             if self._speculation is not None:
                 self._speculation.host_s = self._averages["host_s"]
+
+    def _learn_proposals(self, plan: Plan, fed: list[int]) -> None:
+        """A plan's proposals as the draft made them. fed: the token that each of its sampled rows was given."""
+        for piece, token in zip(plan.rows, fed, strict=False):  # pieces of prompts follow
+            if piece.proposal is not None:
+                plan.proposals[piece.job][-2 - piece.proposal] = token
 
     def _busy_until(self) -> float:
         """When the steps on their way are expected to end; asked only where there is a target to keep."""

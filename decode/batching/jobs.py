@@ -16,7 +16,7 @@ class Guess:
     index: where its next tokens are looked up; None where a draft model proposes them.
     estimate: how many of its proposals stand. pause: tokens after which one who lost is tried again with an open mind.
     passed_over: tokens that it got without proposals since the last that had some.
-    drafted: positions whose keys and values the draft's cache has.
+    drafted: positions whose keys and values the draft's cache has, where there is one.
     """
 
     index: NgramIndex | None
@@ -109,7 +109,9 @@ class Plan:
     sampled: (job, position of its new token), rows first and in their order, then the pieces that end a prompt.
     R, C: the compiled shape it runs in: rows, and prompt tokens.
     context: positions that attention reads, over all rows and tiles.
-    proposals: the proposals of each job that speculates.
+    proposals: the proposals of each job that speculates. A draft model's are on the device: -2 stands for the first
+        one, -3 for the second, and so on.
+    fills: what the draft model is to compute before it proposes.
     """
 
     rows: list[Piece]
@@ -119,3 +121,4 @@ class Plan:
     C: int
     context: int
     proposals: dict[Job, list[int]] = field(default_factory=dict)
+    fills: list[Piece] = field(default_factory=list)

@@ -64,6 +64,7 @@ class Scheduler:
         self._slots = list(range(max_batch - 1, -1, -1))
         self._order = 0
         self._on_their_way = 0  # steps sent and not read
+        self._drafted: set[int] = set()  # pages that a draft model has computed whole, too
         self._in_doubt = False  # whether one of them has proposals: only its tokens tell how long its jobs are
 
     def submit(self, ticket: Ticket, request: Request, now: float) -> Job:
@@ -127,7 +128,7 @@ class Scheduler:
         context = sum(piece.start + 1 for piece in rows)
         context += sum((piece.start + piece.count) * -(-piece.count // TILE) for piece in pieces)
         base = len(rows) + sum(piece.count == piece.job.left for piece in pieces)
-        proposals = self._proposals(decoding, base, padded, context)
+        proposals, fills = self._proposals(decoding, base, padded, context)
         single, rows, sampled = rows, [], []
         for piece in (*single, *pieces):
             job, guesses = piece.job, proposals.get(piece.job, [])
@@ -145,7 +146,7 @@ class Scheduler:
         self.counts["decode_steps"] += not pieces
         self._on_their_way += 1
         self._in_doubt = bool(proposals)
-        return Plan(rows, pieces, sampled, R, C, context, proposals)
+        return Plan(rows, pieces, sampled, R, C, context, proposals, fills)
 
     def complete(
         self,
@@ -193,7 +194,10 @@ class Scheduler:
         if proposals:
             self.counts["proposed_tokens"] += len(proposals)
             self.counts["accepted_tokens"] += accepted
-            self.speculation.judged(job, len(proposals), accepted)
+            if job.guess is not None:
+                before = job.guess.drafted
+                self.speculation.judged(job, len(proposals), accepted)
+                self._note_drafted(job, before)
             self._give_back(job)
         else:
             self.speculation.plain(job)
@@ -234,20 +238,46 @@ class Scheduler:
             return False
         return bool(self.speculation.choose(jobs, len(jobs), 0, sum(job.length for job in jobs)))
 
-    def _proposals(self, jobs: list[Job], base: int, prompt_tokens: int, context: int) -> dict[Job, list[int]]:
-        """What to propose in a step, with the pages for it: none is preempted for that."""
+    def _proposals(
+        self, jobs: list[Job], base: int, prompt_tokens: int, context: int
+    ) -> tuple[dict[Job, list[int]], list[Piece]]:
+        """What to propose in a step, with the pages for it: none is preempted for that. And what a draft model has to
+        compute for it; one that cannot do so in one step goes on in the next, and proposes then."""
         if self.speculation is None or self._on_their_way:
-            return {}
-        found = {}
+            return {}, []
+        found, fills, room = {}, [], self.shapes.prompt[-1]
         for job, tokens in self.speculation.choose(jobs, base, prompt_tokens, context).items():
+            fill = self.speculation.fill(job, room)
+            if fill is not None:
+                self._note_drafted(job, fill.start)
+                fills.append(fill)
+                room -= -(-fill.count // TILE) * TILE
+                if self.speculation.behind(job):
+                    continue
             need = -(-(job.length + len(tokens)) // self.page_size) - len(job.pages)
-            pages = self.pool.allocate(need) if need > 0 else []
+            pages = self._allocate(need) if need > 0 else []
             if pages is None:
                 tokens = tokens[: len(job.pages) * self.page_size - job.length]
             job.pages += pages or []
             if tokens:
                 found[job] = tokens
-        return found
+        return found, fills
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """New pages, of which a draft model has computed nothing."""
+        pages = self.pool.allocate(count)
+        self._drafted.difference_update(pages or ())
+        return pages
+
+    def _note_drafted(self, job: Job, before: int) -> None:
+        """A draft model got from ``before`` positions of a job to ``drafted``: its full pages serve others, too."""
+        assert job.guess is not None
+        self._drafted.update(job.pages[before // self.page_size : job.guess.drafted // self.page_size])
+
+    def _already_drafted(self, job: Job) -> int:
+        """Positions of a job's cached pages that a draft model computed, too."""
+        hits = job.pages[: job.computed // self.page_size]
+        return self.page_size * sum(1 for _ in itertools.takewhile(self._drafted.__contains__, hits))
 
     def _give_back(self, job: Job) -> None:
         """The pages that proposals took and did not fill."""
@@ -268,7 +298,7 @@ class Scheduler:
     def _grow(self, job: Job, length: int) -> bool:
         """Give a job the pages of ``length`` positions, preempting younger ones; False: it was the youngest itself."""
         while (need := -(-length // self.page_size) - len(job.pages)) > 0:
-            pages = self.pool.allocate(need)
+            pages = self._allocate(need)
             if pages is not None:
                 job.pages += pages
                 break
@@ -325,7 +355,7 @@ class Scheduler:
             job.slot, job.fresh = self._slots.pop(), True
             self.running.append(job)
             if self.speculation is not None:
-                self.speculation.admitted(job)
+                self.speculation.admitted(job, self._already_drafted(job))
             if job.reused is None:
                 job.reused = job.ticket.cached_tokens = job.computed
                 self.targets.admitted(job.left)
@@ -344,7 +374,7 @@ class Scheduler:
         need = -(-job.length // self.page_size) - len(hits)
         # Each running job may soon want one more: admitting into the last pages would only preempt again.
         spare = len(self.running)
-        pages = self.pool.allocate(need) if need + spare <= self.pool.available else None
+        pages = self._allocate(need) if need + spare <= self.pool.available else None
         if pages is None:
             self.pool.release(hits)
             return False

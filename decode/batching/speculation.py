@@ -26,7 +26,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from decode.batching.jobs import Guess, Job
+from decode.batching.jobs import Guess, Job, Piece
 from decode.batching.shapes import Shapes
 from decode.speculation.control import LONGEST_PAUSE, MARGIN, PRIOR, RowEstimate
 from decode.speculation.ngram_index import NgramIndex
@@ -45,6 +45,8 @@ class Speculation:
         shapes: the compiled steps. fit: what they cost.
         limit_s: no step with proposals may be expected to take longer than so many seconds; None: no limit.
         index: makes what proposes for one text.
+        draft_s: seconds in which a draft model proposes so many tokens for so many jobs, (jobs, tokens); with it that
+            model proposes, on the device, and not the index.
 
     host_s: seconds that the host needs between two steps that do not overlap; the engine keeps it up to date.
     """
@@ -57,14 +59,18 @@ class Speculation:
         *,
         limit_s: float | None = None,
         index: Callable[[], NgramIndex] = NgramIndex,
+        draft_s: Callable[[int, int], float] | None = None,
     ):
         self.k, self.shapes, self.fit, self.limit_s, self._index = k, shapes, fit, limit_s, index
+        self._draft_s = draft_s
         self.host_s = 0.0
 
-    def admitted(self, job: Job) -> None:
-        """A job joins the batch, for the first time or again."""
+    def admitted(self, job: Job, drafted: int) -> None:
+        """A job joins the batch, for the first time or again; so many of its positions a draft has computed already."""
         if job.guess is None and job.request.sampling.repetition_penalty == 1 and job.request.max_new_tokens > 1:
-            job.guess = Guess(self._index())
+            job.guess = Guess(None if self._draft_s else self._index())
+        if job.guess is not None:
+            job.guess.drafted = drafted
 
     def choose(self, jobs: Sequence[Job], base: int, prompt_tokens: int, context: int) -> dict[Job, list[int]]:
         """Proposals for some of ``jobs``, whose next positions are in a step as single rows.
@@ -92,6 +98,9 @@ class Speculation:
             if count <= 0:
                 continue
             seconds = self.fit.model.seconds(size, C, reads[count])
+            if self._draft_s is not None:
+                each = Counter(job for _, _, job in ranked[:count])
+                seconds += self._draft_s(len(each), max(each.values()))
             if self.limit_s is not None and seconds > self.limit_s:
                 break
             rate = tokens[count] / (seconds + self.host_s)
@@ -117,12 +126,30 @@ class Speculation:
         assert job.guess is not None, "it had proposals"
         job.guess.passed_over = 0
         job.guess.estimate.update(proposed, accepted)
+        # The draft ran over the newest token and all its proposals but the last.
+        job.guess.drafted = job.length - 1 - accepted + min(accepted, proposed - 1)
+
+    def fill(self, job: Job, room: int) -> Piece | None:
+        """What the draft has to compute before it can propose for a job: all but the two newest positions, as far as
+        ``room`` tokens go. Counts as done."""
+        assert job.guess is not None
+        start = job.guess.drafted
+        count = min(job.length - 2 - start, room)
+        if self._draft_s is None or count <= 0:
+            return None
+        job.guess.drafted += count
+        return Piece(job, start, count)
+
+    def behind(self, job: Job) -> bool:
+        """Whether the draft still lacks positions of a job."""
+        return job.guess is not None and job.guess.drafted < job.length - 2
 
     def _offer(self, job: Job) -> list[int]:
         """What a job could be given, from the tokens that the host knows: no more than it may still generate."""
         most = min(self.k, job.request.max_new_tokens - job.sampled - 1)
         if job.guess is None or most < 1:
             return []
-        assert job.guess.index is not None
+        if job.guess.index is None:
+            return list(range(-2, -2 - most, -1))
         job.guess.index.follow(job.tokens)
         return job.guess.index.propose(most)

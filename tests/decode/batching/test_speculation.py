@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from decode.batching.engine import Engine
 from decode.batching.request import Request
+from decode.decoder import Decoder
 from decode.sampling import SamplingParams
+from decode.speculation.draft import DraftModel
 from decode.speculation.ngram_index import NgramIndex
 from decode.speculation.proposer import SpeculationError
 from roofline.step_time import StepTime, StepTimeFit
@@ -153,6 +156,37 @@ def test_an_engine_that_speculates_says_what_it_says_without(tp: int) -> None:
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.generated_tokens == 2 * sum(request.max_new_tokens for request in wanted)
+
+
+@functools.cache
+def draft_of(tp: int) -> DraftModel:
+    """Some of the target's layers with noise on them, and half of its vocabulary: often right, and often not."""
+    target = decoder(tp)
+    params = dict(zip(target.programs.paths, target.params, strict=True))
+    draft = Decoder(CONFIG, params, target.layout, "float32")
+    return DraftModel(draft, np.arange(0, CONFIG.vocab_size, 2).astype(np.int32))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_with_a_draft_says_what_it_says_without(tp: int) -> None:
+    wanted = pairs()
+    with running(tp) as engine:
+        plain = [finished(ticket) for ticket in [engine.submit(request) for request in wanted]]
+    engine = Engine(decoder(tp), replace(OPTIONS, proposals=K), draft_of(tp))
+    engine.start()
+    for _ in range(2):
+        tickets = [engine.submit(request) for request in wanted]
+        for expected, ticket in zip(plain, tickets, strict=True):
+            got = finished(ticket)
+            assert got.tokens == expected.tokens
+            np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
+    stats = engine.stats()
+    print(stats)
+    engine.close()
+    assert 20 < stats.accepted_tokens < stats.proposed_tokens
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    assert stats.pages_used == 0
 
 
 def test_an_engine_ends_a_request_within_what_stood() -> None:
