@@ -14,6 +14,7 @@ import pytest
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from model.checkpoint.resolve import open_model
+from tests.decode.batching.engines import Fixed
 from tests.decode.running import make_decoder, small_tensors
 from tests.model.checkpoint_files import write_hf
 from tests.scripts.tiny import BYTES, CONFIG, EOS, answer, text_of, tokens_of, write_tiny
@@ -39,7 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
     model = open_model(str(folder))
-    engine = Engine(make_decoder(model), EngineOptions(max_batch=4, token_budget=16, pages=12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.batching.engine.StepTimeFit", Fixed)
+        engine = Engine(make_decoder(model), EngineOptions(max_batch=4, token_budget=16, pages=12, proposals=1))
     engine.start()
     with live_server(engine, model.load_tokenizer()) as server:
         yield server
@@ -59,7 +62,8 @@ def solo(folder: Path, prompt: str, **sampling: Any) -> str:
 
 
 def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
-    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted."""
+    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted. And all of
+    them speculate."""
     cases: list[tuple[str, dict[str, Any]]] = [
         (
             f"{'shared beginning, ' * (i % 2)}number {i}",
@@ -77,6 +81,11 @@ def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI
         texts = list(threads.map(ask, cases))
     assert texts == [solo(folder, prompt, **sampling) for prompt, sampling in cases]
     eventually(lambda: live.engine.stats().pages_used == 0)
+    told = live.get("/metrics").text
+    stats = live.engine.stats()
+    assert stats.proposed_tokens > stats.accepted_tokens > 0
+    assert f"shardstream_proposed_tokens_total {float(stats.proposed_tokens)}" in told
+    assert f"shardstream_accepted_tokens_total {float(stats.accepted_tokens)}" in told
 
 
 def test_a_second_turn_computes_only_what_is_new(client: openai.OpenAI) -> None:

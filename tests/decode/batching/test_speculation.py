@@ -17,10 +17,11 @@ from decode.sampling import SamplingParams
 from decode.speculation.draft import DraftModel
 from decode.speculation.ngram_index import NgramIndex
 from decode.speculation.proposer import SpeculationError
-from roofline.step_time import StepTime, StepTimeFit
-from tests.decode.batching.engines import CONFIG, EVERYTHING, OPTIONS, decoder, finished, running
+from model.config import LlamaConfig
+from roofline.step_time import StepTime
+from tests.decode.batching.engines import CONFIG, EVERYTHING, OPTIONS, Fixed, decoder, finished, running
 from tests.decode.batching.simulated import STOP, Simulation
-from tests.decode.running import some_tokens
+from tests.decode.running import make_decoder, small_model, some_tokens
 from tests.decode.test_speculation_parts import brute_look_up
 
 TOLERANCE = 2e-5
@@ -124,18 +125,9 @@ def pairs() -> list[Request]:
 def always_pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests of engines: whether it pays here and now is not to decide what they test. One more shape is compiled."""
     if "engine" in request.function.__name__:
-        monkeypatch.setattr("decode.batching.engine.StepTimeFit", lambda start: Fixed())
+        monkeypatch.setattr("decode.batching.engine.StepTimeFit", Fixed)
         monkeypatch.setattr("decode.batching.shapes.VERIFIED_ROWS", 6)
-
-
-class Fixed(StepTimeFit):
-    """Steps that take the same time, whatever is in them."""
-
-    def __init__(self) -> None:
-        super().__init__(StepTime(1e-3, 1e-9, 1e-9, 0.0))
-
-    def saw(self, rows: int, prompt_tokens: int, positions: int, seconds: float) -> None:
-        pass
+        monkeypatch.setattr("decode.batching.draft.PagedDraft.seconds", lambda self, jobs, ahead: 0.0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -159,34 +151,43 @@ def test_an_engine_that_speculates_says_what_it_says_without(tp: int) -> None:
 
 
 @functools.cache
-def draft_of(tp: int) -> DraftModel:
-    """Some of the target's layers with noise on them, and half of its vocabulary: often right, and often not."""
+def draft_of(tp: int, listed: bool) -> DraftModel:
+    """The target itself: always right; or with half of the vocabulary: often right, and often not."""
     target = decoder(tp)
     params = dict(zip(target.programs.paths, target.params, strict=True))
     draft = Decoder(CONFIG, params, target.layout, "float32")
-    return DraftModel(draft, np.arange(0, CONFIG.vocab_size, 2).astype(np.int32))
+    return DraftModel(draft, np.arange(1, CONFIG.vocab_size, 2).astype(np.int32) if listed else None)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_engine_with_a_draft_says_what_it_says_without(tp: int) -> None:
+def test_an_engine_whose_draft_is_the_target_accepts_all_of_a_greedy_text() -> None:
+    """So the draft's cache is whole, also where its request was preempted, came in late, or began with shared pages."""
+    wanted = [Request([9] * 50, 50), Request(some_tokens(CONFIG, 40, 2), 60), Request(some_tokens(CONFIG, 70, 3), 50)]
+    with running() as engine:
+        plain = [engine.submit(request).result() for request in wanted]
+    with running(draft=draft_of(1, False), proposals=K) as engine:
+        for _ in range(2):
+            tickets = [engine.submit(request) for request in wanted]
+            assert [ticket.result() for ticket in tickets] == plain
+        again = Request([*wanted[1].prompt, *plain[1][:30]], 30)
+        assert engine.submit(again).result() == plain[1][30:]
+        stats = engine.stats()
+    assert stats.accepted_tokens == stats.proposed_tokens > 150
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+
+
+def test_an_engine_with_a_draft_says_what_it_says_without() -> None:
     wanted = pairs()
-    with running(tp) as engine:
+    with running(2) as engine:
         plain = [finished(ticket) for ticket in [engine.submit(request) for request in wanted]]
-    engine = Engine(decoder(tp), replace(OPTIONS, proposals=K), draft_of(tp))
-    engine.start()
-    for _ in range(2):
+    with running(2, draft=draft_of(2, True), proposals=K) as engine:
         tickets = [engine.submit(request) for request in wanted]
         for expected, ticket in zip(plain, tickets, strict=True):
             got = finished(ticket)
             assert got.tokens == expected.tokens
             np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
-    stats = engine.stats()
-    print(stats)
-    engine.close()
-    assert 20 < stats.accepted_tokens < stats.proposed_tokens
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    assert stats.pages_used == 0
+        stats = engine.stats()
+    assert 10 < stats.accepted_tokens < stats.proposed_tokens
 
 
 def test_an_engine_ends_a_request_within_what_stood() -> None:
@@ -231,8 +232,28 @@ def test_an_engine_whose_request_leaves_with_proposals_on_their_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("proposals", "message"), [(16, "up to 15 a request"), (-1, "up to 15 a request"), (9, "room for 8 positions")]
+    ("changes", "message"),
+    [
+        ({"proposals": 16}, "up to 15 a request"),
+        ({"proposals": -1}, "up to 15 a request"),
+        ({"proposals": 9, "max_len": 8}, "room for 8 positions"),
+    ],
 )
-def test_an_engine_refuses_what_does_not_fit(proposals: int, message: str) -> None:
+def test_an_engine_refuses_proposals_that_do_not_fit(changes: dict[str, int], message: str) -> None:
     with pytest.raises(SpeculationError, match=message):
-        Engine(decoder(), replace(OPTIONS, proposals=proposals, max_len=8))
+        Engine(decoder(), replace(OPTIONS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "proposals", "message"),
+    [
+        (CONFIG, 0, "proposes 0 tokens"),
+        (replace(CONFIG, vocab_size=102), K, "a vocabulary of 102 tokens and the model one of 101"),
+        (replace(CONFIG, num_layers=2), K, "use a smaller one"),
+        (replace(CONFIG, max_position_embeddings=64), K, "made for 64 positions .* may have 160"),
+    ],
+)
+def test_an_engine_refuses_a_draft_that_does_not_fit(config: LlamaConfig, proposals: int, message: str) -> None:
+    draft = DraftModel(make_decoder(small_model(config)))
+    with pytest.raises(SpeculationError, match=message):
+        Engine(decoder(), replace(OPTIONS, proposals=proposals), draft)
