@@ -137,9 +137,9 @@ def _store(
     """The arrays and scales with ``new`` [B, T, K, H] written to one of them."""
     arrays, scales = list(arrays), list(scales)
     if scales:
-        new, own = quantize(new, _numbers(arrays[array].dtype))
+        new, own = quantize(new, held_dtype(arrays[array].dtype))
         scales[array] = _write(scales[array], layer, own, positions)
-    arrays[array] = _write(arrays[array], layer, _to_storage(new, arrays[array].dtype), positions)
+    arrays[array] = _write(arrays[array], layer, to_storage(new, arrays[array].dtype), positions)
     return arrays, scales
 
 
@@ -188,13 +188,14 @@ _BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): F
 """Storage that holds bits, and of what."""
 
 
-def _numbers(storage: jnp.dtype) -> jnp.dtype:
+def held_dtype(storage: jnp.dtype) -> jnp.dtype:
     """The dtype of what storage holds."""
     return _BITS.get(jnp.dtype(storage), jnp.dtype(storage))
 
 
-def _to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
-    x = x.astype(_numbers(storage))
+def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
+    """Numbers of ``held_dtype(storage)``, or wider ones, as the cache keeps them: the same shape, in ``storage``."""
+    x = x.astype(held_dtype(storage))
     return lax.bitcast_convert_type(x, storage) if storage in _BITS else x
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from decode.cache import KVCache, _numbers, _to_storage
+from decode.cache import KVCache, held_dtype, to_storage
 from kernels.cache_attention import Scales
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
@@ -73,9 +73,9 @@ class PagedCache:
         def stored(arrays: list[jax.Array], scales: list[jax.Array], new: jax.Array) -> tuple[list[jax.Array], ...]:
             storage = arrays[array].dtype
             if scales:
-                new, own = quantize(new, _numbers(storage))
+                new, own = quantize(new, held_dtype(storage))
                 scales = written(scales, own)
-            return written(arrays, _to_storage(new, storage)), scales
+            return written(arrays, to_storage(new, storage)), scales
 
         keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])
         values, value_scales = stored(self.cache.values, self.cache.value_scales, v[0])

@@ -24,7 +24,7 @@ from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, T
 from decode.cache import KVCache
 from decode.sampling import SamplingValues
 from decode.speculation.proposer import MOST_PROPOSALS
-from decode.step import SEEN, Programs, _mark
+from decode.step import SEEN, Programs, mark
 
 SAMPLER_WORDS = 11
 """Numbers a sampled row: place, slot, position, asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
@@ -171,7 +171,7 @@ def step(programs: Programs, shape: Packing) -> Any:
         fed = jnp.take(tokens, places)[:, None]
 
         def marked(seen: jax.Array) -> jax.Array:
-            return seen.at[slots].set(_mark(seen[jnp.minimum(slots, seen.shape[0] - 1)], fed, fed >= 0), mode="drop")
+            return seen.at[slots].set(mark(seen[jnp.minimum(slots, seen.shape[0] - 1)], fed, fed >= 0), mode="drop")
 
         seen = lax.cond(jnp.any(values.asks & PENALISED), marked, lambda seen: seen, seen)
         logits = model.logits(jnp.take(hidden[0], places, axis=0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decode.decoder import Decoder
-from decode.sampling import SamplingForm, SamplingParams, SamplingValues, _argmax, _filter, _gumbel
+from decode.sampling import SamplingForm, SamplingParams, SamplingValues, argmax, filtered, gumbel
 from decode.speculation.accept import log_softmax
 from decode.speculation.proposer import Proposal, SpeculationError
 from decode.speculation.run_cache import RunCache
@@ -131,10 +131,10 @@ class DraftModel:
         collectives = self.decoder.collectives
         logits, ids = self._logits(model, cut, hidden)
         if not form.random:
-            return _argmax(logits, logits, ids, collectives)[0], None
-        scores = _filter(logits / values.temperature, values, form, collectives)
-        noise = _gumbel(jnp.asarray(values.seed) ^ NOISE, positions, ids)
-        token, _ = _argmax(scores + noise, logits, ids, collectives)
+            return argmax(logits, logits, ids, collectives)[0], None
+        scores = filtered(logits / values.temperature, values, form, collectives)
+        noise = gumbel(jnp.asarray(values.seed) ^ NOISE, positions, ids)
+        token, _ = argmax(scores + noise, logits, ids, collectives)
         log_q = log_softmax(scores, collectives)
         if not cut:
             return token, log_q
@@ -152,7 +152,7 @@ class DraftModel:
         model: as ``decode.step.Programs`` builds it. cut: the second of ``leaves``.
         """
         logits, ids = self._logits(model, cut, hidden)
-        return _argmax(logits, logits, ids, self.decoder.collectives)[0]
+        return argmax(logits, logits, ids, self.decoder.collectives)[0]
 
     def _logits(self, model: Any, cut: tuple[jax.Array, ...], hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """hidden [B, D] -> float32 [B, n] and the ids int32 [n] of this device's part of what it may propose."""
