@@ -252,8 +252,8 @@ class Scheduler:
                 self._note_drafted(job, fill.start)
                 fills.append(fill)
                 room -= -(-fill.count // TILE) * TILE
-                if self.speculation.behind(job):
-                    continue
+            if self.speculation.behind(job):
+                continue
             need = -(-(job.length + len(tokens)) // self.page_size) - len(job.pages)
             pages = self._allocate(need) if need > 0 else []
             if pages is None:

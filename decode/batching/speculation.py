@@ -141,8 +141,8 @@ class Speculation:
         return Piece(job, start, count)
 
     def behind(self, job: Job) -> bool:
-        """Whether the draft still lacks positions of a job."""
-        return job.guess is not None and job.guess.drafted < job.length - 2
+        """Whether a draft model still lacks positions of a job."""
+        return self._draft_s is not None and job.guess is not None and job.guess.drafted < job.length - 2
 
     def _offer(self, job: Job) -> list[int]:
         """What a job could be given, from the tokens that the host knows: no more than it may still generate."""

@@ -294,8 +294,5 @@ def _read(out: Any) -> tuple[Arrival, np.ndarray, np.ndarray]:
     tokens, proposed = np.asarray(out.tokens), np.asarray(out.proposed)
     passes, batch, width = tokens.shape
     by_step = [np.swapaxes(x, 1, 2).reshape(passes * width, batch) for x in (tokens, np.asarray(out.logprobs))]
-    return (
-        as_arrival(by_step[0], by_step[1], int((proposed >= 0).any(axis=1).sum())),
-        proposed,
-        np.asarray(out.accepted),
-    )
+    arrival = as_arrival(by_step[0], by_step[1], int((proposed >= 0).any(axis=1).sum()))
+    return arrival, proposed, np.asarray(out.accepted)

@@ -64,7 +64,8 @@ class Guesser(NgramIndex):
 class Simulation:
     """An engine without a device: ``device`` says how long a step takes, and tokens are those of ``output_of``.
 
-    It remembers which token each slot of a page was computed for, and what a step reads must be the request's own.
+    It remembers which token each slot of a page was computed for, and what a step reads must be the request's own. So
+    must what a draft model reads, where one proposes.
     """
 
     def __init__(
@@ -81,12 +82,17 @@ class Simulation:
         keep: bool = True,
         jitter: float = 0.05,
         proposals: int = 0,
+        draft: bool = False,
     ):
         self.device, self.jitter, self.rng = device, jitter, random.Random(0)
         self.fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
         self.shapes = Shapes.of(max_batch, token_budget, proposals)
         self.page_size, self.held = page_size, dict[tuple[int, int], int]()
-        speculation = Speculation(proposals, self.shapes, self.fit, index=lambda: Guesser(self)) if proposals else None
+        self.draft, self.drafted = draft, dict[tuple[int, int], int]()
+        speculation = None
+        if proposals:
+            draft_s = (lambda jobs, ahead: 0.0) if draft else None
+            speculation = Speculation(proposals, self.shapes, self.fit, index=lambda: Guesser(self), draft_s=draft_s)
         for rows, prompt in self.shapes.all():  # what the engine measures when it starts
             self.fit.saw(rows, prompt, 0, device.seconds(rows, prompt, 0))
         self.pool = PagePool(pages, keep=keep)
@@ -124,6 +130,8 @@ class Simulation:
         plan = self.scheduler.schedule(self.now, self.free_at) if len(self.sent) < IN_FLIGHT else None
         if plan is not None:
             self.plans.append(plan)
+            if self.draft:
+                self._propose(plan)
             self._compute(plan)
             seconds = self.device.seconds(plan.R, plan.C, plan.context) * self.rng.uniform(1, 1 + self.jitter)
             self.free_at = max(self.now, self.free_at) + seconds
@@ -176,13 +184,31 @@ class Simulation:
         pieces = [*plan.rows, *plan.pieces]
         for piece in pieces:
             for at in range(piece.start, piece.start + piece.count):
-                token = self._known(piece.job, at) if piece.proposal is None else piece.proposal
+                token = self._known(piece.job, at)
+                if piece.proposal is not None:
+                    token = plan.proposals[piece.job][-2 - piece.proposal] if self.draft else piece.proposal
                 self.held[self._slot(piece.job, at)] = token
         for piece in pieces:
             end = piece.start + piece.count
             guesses = dict(enumerate(plan.proposals.get(piece.job, []), piece.job.computed))
             expected = [guesses.get(at, self._known(piece.job, at)) for at in range(end)]
             assert [self.held[self._slot(piece.job, at)] for at in range(end)] == expected
+
+    def _propose(self, plan: Plan) -> None:
+        """What the draft of ``decode.batching.draft`` does: fill, check what it then reads, and propose."""
+        for piece in plan.fills:
+            for at in range(piece.start, piece.start + piece.count):
+                self.drafted[self._slot(piece.job, at)] = piece.job.tokens[at]
+        for job, asked in plan.proposals.items():
+            newest = len(job.tokens) - 1
+            for at in (newest - 1, newest):
+                self.drafted[self._slot(job, at)] = job.tokens[at]
+            assert [self.drafted[self._slot(job, at)] for at in range(newest + 1)] == job.tokens
+            guesser = Guesser(self)
+            guesser.follow(job.tokens)
+            asked[:] = guesser.propose(len(asked)) or [7] * len(asked)
+            for ahead, token in enumerate(asked[:-1], newest + 1):
+                self.drafted[self._slot(job, ahead)] = token
 
     def _slot(self, job: Job, position: int) -> tuple[int, int]:
         return job.pages[position // self.page_size], position % self.page_size
