@@ -340,7 +340,8 @@ class Engine:
                 before = self._averages[name]
                 self._averages[name] = value if not before else before + RECENT * (value - before)
             if self._speculation is not None:
-                self._speculation.host_s = self._averages["host_s"]
+                # The mean remembers for long what a first step took.
+                self._speculation.host_s = min(self._averages["host_s"], host)
 
     def _learn_proposals(self, plan: Plan, fed: list[int]) -> None:
         """A plan's proposals as the draft made them. fed: the token that each of its sampled rows was given."""

@@ -15,6 +15,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from decode.batching.drafted import DraftedPages
 from decode.batching.jobs import Job, Piece, Plan
 from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, chain
@@ -64,7 +65,7 @@ class Scheduler:
         self._slots = list(range(max_batch - 1, -1, -1))
         self._order = 0
         self._on_their_way = 0  # steps sent and not read
-        self._drafted: set[int] = set()  # pages that a draft model has computed whole, too
+        self._drafted = DraftedPages(page_size)
         self._in_doubt = False  # whether one of them has proposals: only its tokens tell how long its jobs are
 
     def submit(self, ticket: Ticket, request: Request, now: float) -> Job:
@@ -197,7 +198,7 @@ class Scheduler:
             if job.guess is not None:
                 before = job.guess.drafted
                 self.speculation.judged(job, len(proposals), accepted)
-                self._note_drafted(job, before)
+                self._drafted.grew(job, before)
             self._give_back(job)
         else:
             self.speculation.plain(job)
@@ -249,7 +250,7 @@ class Scheduler:
         for job, tokens in self.speculation.choose(jobs, base, prompt_tokens, context).items():
             fill = self.speculation.fill(job, room)
             if fill is not None:
-                self._note_drafted(job, fill.start)
+                self._drafted.grew(job, fill.start)
                 fills.append(fill)
                 room -= -(-fill.count // TILE) * TILE
             if self.speculation.behind(job):
@@ -266,18 +267,8 @@ class Scheduler:
     def _allocate(self, count: int) -> list[int] | None:
         """New pages, of which a draft model has computed nothing."""
         pages = self.pool.allocate(count)
-        self._drafted.difference_update(pages or ())
+        self._drafted.emptied(pages or ())
         return pages
-
-    def _note_drafted(self, job: Job, before: int) -> None:
-        """A draft model got from ``before`` positions of a job to ``drafted``: its full pages serve others, too."""
-        assert job.guess is not None
-        self._drafted.update(job.pages[before // self.page_size : job.guess.drafted // self.page_size])
-
-    def _already_drafted(self, job: Job) -> int:
-        """Positions of a job's cached pages that a draft model computed, too."""
-        hits = job.pages[: job.computed // self.page_size]
-        return self.page_size * sum(1 for _ in itertools.takewhile(self._drafted.__contains__, hits))
 
     def _give_back(self, job: Job) -> None:
         """The pages that proposals took and did not fill."""
@@ -355,7 +346,7 @@ class Scheduler:
             job.slot, job.fresh = self._slots.pop(), True
             self.running.append(job)
             if self.speculation is not None:
-                self.speculation.admitted(job, self._already_drafted(job))
+                self.speculation.admitted(job, self._drafted.beginning(job))
             if job.reused is None:
                 job.reused = job.ticket.cached_tokens = job.computed
                 self.targets.admitted(job.left)

@@ -19,6 +19,7 @@ from decode.speculation.accept import Verdict, judge, log_softmax
 from decode.speculation.control import LONGEST_PAUSE, PAUSE, Controller, Tally, candidates
 from decode.speculation.draft import NOISE
 from decode.speculation.ngram import look_up
+from decode.speculation.ngram_index import NgramIndex
 from decode.speculation.proposer import Proposal
 from sharding.collectives import DEFAULT_COLLECTIVES, tensor_index
 from sharding.mesh import TENSOR, make_mesh
@@ -57,6 +58,9 @@ def test_look_up_is_brute_force(texts: list[list[int]], shortest: int) -> None:
         assert bool(matched[row]) == (expected is not None)
         if expected is not None:
             assert tokens[row].tolist() == expected
+        index = NgramIndex(4, shortest)  # the same rule on the host, for the batching engine
+        index.follow(text)
+        assert index.propose(K) == (expected or [])
 
 
 V, ROWS = 8, 3000
