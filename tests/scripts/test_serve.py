@@ -108,7 +108,7 @@ def test_a_signal_while_it_compiles(tiny: Path) -> None:
 def test_two_processes_say_what_one_says(tiny: Path) -> None:
     """Process 0 serves; the other follows, also where a draft model proposes, and ends with it."""
     together = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2")
-    draft = ("--speculate", str(tiny), "--draft-dtype", "f32", "--k", "1")
+    draft = ("--speculate", str(tiny), "--k", "1")
     processes = [start(tiny, *together, *draft, "--process-id", str(index)) for index in range(2)]
     with ended(processes):
         url = url_of(processes[0])

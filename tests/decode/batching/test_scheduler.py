@@ -151,3 +151,6 @@ def test_shapes_are_few_and_hold_what_fits() -> None:
     assert shapes.fit(5, 48) == (16, 64)
     assert Shapes.of(1, 5) == Shapes((1,), (1,), (16,))
     assert Shapes.of(3, 32) == Shapes((1, 2, 3), (3,), (16, 32))
+    assert Shapes.of(16, 16, 4) == Shapes((1, 2, 4, 5, 8, 16, 32, 64), (4, 16), (16,))
+    assert Shapes.of(1, 16, 3).rows == (1, 2, 4)
+    assert Shapes.of(100, 16, 3).rows[-1] == 100

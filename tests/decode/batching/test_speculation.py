@@ -36,7 +36,7 @@ CHEAP = StepTime(1e-3, 1e-6, 1e-5, 0.0)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 2), st.integers(2, 5), st.integers(1, 9))
 def test_the_index_finds_what_a_search_of_the_text_finds(text: list[int], shortest: int, longest: int, k: int) -> None:
-    """At every length of a text, as it grows. (``look_up`` is tested against the same search, and against the index.)"""
+    """At every length of a text, as it grows. (``look_up`` is tested against the same search and the index.)"""
     index = NgramIndex(longest, shortest)
     for end in range(1, len(text) + 1):
         index.follow(text[:end])
