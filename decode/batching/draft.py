@@ -10,7 +10,9 @@ Proposals are the draft's likeliest tokens, also of requests that sample: see ``
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,18 +89,20 @@ class PagedDraft:
         leaves = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.draft.leaves()
         )
-        for kind, sizes in (("fill", self.fill_sizes), ("propose", self.ask_sizes)):
-            for size in sizes:
-                layout: Packing | Asking = Packing(0, size, self.pages_each)
-                program = fill
-                if kind == "propose":
-                    layout, program = Asking(size, self.pages_each), propose
-                key = ("batched draft", kind, layout, self.pages, self.page_size, self.max_batch)
-                if key not in decoder._compiled:
-                    made = program(self, layout)  # type: ignore[arg-type]
-                    vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
-                    decoder._compiled[key] = made.lower(leaves, shapes, vector).compile()
-                self._programs[kind, size] = decoder._compiled[key]
+
+        def compiled(kind: str, layout: Packing | Asking, make: Callable[[], Any]) -> Any:
+            key = ("batched draft", kind, layout, self.pages, self.page_size, self.max_batch)
+            if key not in decoder._compiled:  # engines over one draft share what fits both
+                vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
+                decoder._compiled[key] = make().lower(leaves, shapes, vector).compile()
+            return decoder._compiled[key]
+
+        for size in self.fill_sizes:
+            tiles = Packing(0, size, self.pages_each)
+            self._programs["fill", size] = compiled("fill", tiles, functools.partial(fill, self, tiles))
+        for size in self.ask_sizes:
+            asking = Asking(size, self.pages_each)
+            self._programs["propose", size] = compiled("propose", asking, functools.partial(propose, self, asking))
         for size in self.fill_sizes:
             padding = np.full(Packing(0, size, self.pages_each).size, -1, np.int32)
             padding[2 * size :] = 0

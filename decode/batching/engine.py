@@ -304,7 +304,8 @@ class Engine:
         draft, runner = self._runner.draft, self._runner
         if draft is None or not (plan.fills or plan.proposals):
             return [], 0.0
-        calls, size = [], 0
+        calls: list[Callable[[], None]] = []
+        size = 0
         if plan.fills:
             _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
             fills = Plan([], plan.fills, [], 0, size, 0)

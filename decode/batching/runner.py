@@ -184,11 +184,11 @@ class Runner:
                 slot, seen, bias = call
                 self.set_slot(slot, seen, dict(bias))
             elif kind == "fill":
-                self.fill(*call, numbers)
+                self.fill(call[0], numbers)
             elif kind == "propose":
-                self.propose(*call, numbers)
+                self.propose(call[0], numbers)
             else:
-                sent.append(self.step(*call, numbers))
+                sent.append(self.step(call[0], call[1], numbers))
             if len(sent) > FOLLOWED:
                 jax.block_until_ready(sent.popleft())
 

@@ -89,7 +89,7 @@ class Speculation:
         if not ranked:
             return {}
         ranked.sort(key=lambda one: one[0], reverse=True)  # stable: a job's own proposals stay in order
-        tokens = list(itertools.accumulate((one[0] for one in ranked), initial=float(base)))
+        gains = list(itertools.accumulate((one[0] for one in ranked), initial=float(base)))
         reads = list(itertools.accumulate((one[1] for one in ranked), initial=context))
         R, C = self.shapes.fit(base, prompt_tokens)
         best, taken = MARGIN * base / self.fit.model.seconds(R, C, context), 0
@@ -103,7 +103,7 @@ class Speculation:
                 seconds += self._draft_s(len(each), max(each.values()))
             if self.limit_s is not None and seconds > self.limit_s:
                 break
-            rate = tokens[count] / (seconds + self.host_s)
+            rate = gains[count] / (seconds + self.host_s)
             if rate > best:
                 best, taken = rate, count
             if count == len(ranked):
