@@ -62,8 +62,8 @@ def solo(folder: Path, prompt: str, **sampling: Any) -> str:
 
 
 def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
-    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted. And all of
-    them speculate."""
+    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted. All of them
+    speculate where there is something to propose."""
     cases: list[tuple[str, dict[str, Any]]] = [
         (
             f"{'shared beginning, ' * (i % 2)}number {i}",
@@ -81,11 +81,6 @@ def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI
         texts = list(threads.map(ask, cases))
     assert texts == [solo(folder, prompt, **sampling) for prompt, sampling in cases]
     eventually(lambda: live.engine.stats().pages_used == 0)
-    told = live.get("/metrics").text
-    stats = live.engine.stats()
-    assert stats.proposed_tokens > stats.accepted_tokens > 0
-    assert f"shardstream_proposed_tokens_total {float(stats.proposed_tokens)}" in told
-    assert f"shardstream_accepted_tokens_total {float(stats.accepted_tokens)}" in told
 
 
 def test_a_second_turn_computes_only_what_is_new(client: openai.OpenAI) -> None:
@@ -99,7 +94,7 @@ def test_a_second_turn_computes_only_what_is_new(client: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == 16
 
 
-def test_log_probabilities_are_the_models(client: openai.OpenAI) -> None:
+def test_log_probabilities_are_the_models(live: Live, client: openai.OpenAI) -> None:
     choice = client.completions.create(model=NAME, prompt="abc", max_tokens=5, temperature=0, logprobs=3).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs
@@ -108,9 +103,13 @@ def test_log_probabilities_are_the_models(client: openai.OpenAI) -> None:
         assert len(top) == 3
         assert own == max(top.values())  # greedy takes the likeliest
     biased = client.completions.create(
-        model=NAME, prompt="abc", max_tokens=2, temperature=0, logit_bias={str(BYTES.index(ord("q"))): 100}
+        model=NAME, prompt="abc", max_tokens=9, temperature=0, logit_bias={str(BYTES.index(ord("q"))): 100}
     )
-    assert biased.choices[0].text == "qq"
+    assert biased.choices[0].text == 9 * "q"
+    told, stats = live.get("/metrics").text, live.engine.stats()
+    assert stats.proposed_tokens >= stats.accepted_tokens >= 3  # who repeats itself is easily foretold
+    assert f"shardstream_proposed_tokens_total {float(stats.proposed_tokens)}" in told
+    assert f"shardstream_accepted_tokens_total {float(stats.accepted_tokens)}" in told
 
 
 def test_a_poisoned_prompt_fails_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
