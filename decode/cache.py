@@ -113,10 +113,10 @@ class KVCache:
         how: dict[str, Any] = {"platform": platform, "implementation": implementation, "scaled": scales is not None}
         if not taken(heads, keys, values, **how):
             return None
-        out, *held = rope_attention(
+        out, keys, values, scales = rope_attention(
             heads, *rope, keys, values, layer=slot_layer, positions=positions, platform=platform, scales=scales
         )
-        return out, self.with_array(array, *held)
+        return out, self.with_array(array, keys, values, scales)
 
     def scales(self, array: int) -> Scales | None:
         """Those beside the keys and values of one array."""
@@ -150,9 +150,9 @@ def _store(
     """The arrays and scales with ``new`` [B, T, K, H] written to one of them."""
     arrays, scales = list(arrays), list(scales)
     if scales:
-        new, own = quantize(new, _numbers(arrays[array].dtype))
+        new, own = quantize(new, held_dtype(arrays[array].dtype))
         scales[array] = _write(scales[array], layer, own, positions)
-    arrays[array] = _write(arrays[array], layer, _to_storage(new, arrays[array].dtype), positions)
+    arrays[array] = _write(arrays[array], layer, to_storage(new, arrays[array].dtype), positions)
     return arrays, scales
 
 
@@ -201,13 +201,14 @@ _BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): F
 """Storage that holds bits, and of what."""
 
 
-def _numbers(storage: jnp.dtype) -> jnp.dtype:
+def held_dtype(storage: jnp.dtype) -> jnp.dtype:
     """The dtype of what storage holds."""
     return _BITS.get(jnp.dtype(storage), jnp.dtype(storage))
 
 
-def _to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
-    x = x.astype(_numbers(storage))
+def to_storage(x: jax.Array, storage: jnp.dtype) -> jax.Array:
+    """Numbers of ``held_dtype(storage)``, or wider ones, as the cache keeps them: the same shape, in ``storage``."""
+    x = x.astype(held_dtype(storage))
     return lax.bitcast_convert_type(x, storage) if storage in _BITS else x
 
 

@@ -195,7 +195,7 @@ class Decoder:
                 self._abstract((batch, self.config.vocab_size), jnp.bool, SEEN) if chosen.penalty else None,
             )
             stop_ids, steps = jax.ShapeDtypeStruct((STOP_SLOTS,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-            return rows, stop_ids, steps, _abstract_values()
+            return rows, stop_ids, steps, abstract_values()
 
         return self._compile(("decode", batch, chosen), max_len, lambda: self.programs.decode(chosen), arguments)
 
@@ -242,7 +242,7 @@ class Decoder:
         ends = [min(len(prompt) + max_new_tokens, max_len) for prompt in prompts]
         cache, rows, logprob = self.start(prompts, ends, max_len, sampling)
         first = np.asarray(rows.token)
-        yield _arrival(first[None], np.asarray(logprob)[None], 0)
+        yield as_arrival(first[None], np.asarray(logprob)[None], 0)
         done = np.isin(first, stop_ids) | (np.array([len(prompt) for prompt in prompts]) + 1 >= ends)
         rows = rows._replace(done=self._put(done, BATCH))
         program = self.decode_program(len(prompts), max_len, sampling.form)
@@ -256,7 +256,7 @@ class Decoder:
                 left -= min(steps, left)
                 pending.append(emitted)
             emitted = pending.pop(0)
-            arrival = _arrival(np.asarray(emitted.tokens), np.asarray(emitted.logprobs))
+            arrival = as_arrival(np.asarray(emitted.tokens), np.asarray(emitted.logprobs))
             if arrival.steps == 0:
                 finished = True
                 continue
@@ -294,7 +294,7 @@ class Decoder:
                 self._abstract((batch, size), jnp.int32, ("batch", None)),
                 jax.ShapeDtypeStruct((), jnp.int32),
                 self._abstract((batch,), jnp.int32, BATCH),
-                _abstract_values(),
+                abstract_values(),
             )
 
         return self._compile(("prefill", batch, size, form), max_len, lambda: self.programs.prefill(form), arguments)
@@ -335,7 +335,8 @@ class Decoder:
         return place_on_mesh(value, self.layout.sharding(axes))
 
 
-def _abstract_values() -> SamplingValues:
+def abstract_values() -> SamplingValues:
+    """The shapes of a sampler's numbers, to compile for."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), SamplingValues.of(SamplingParams()))
 
 
@@ -347,8 +348,12 @@ def _pad(rows: Sequence[Sequence[int]], size: int) -> np.ndarray:
     return out
 
 
-def _arrival(tokens: np.ndarray, logprobs: np.ndarray, steps: int | None = None) -> Arrival:
-    """From tokens and logprobs [steps, B], -1 where a row was done."""
+def as_arrival(tokens: np.ndarray, logprobs: np.ndarray, steps: int | None = None) -> Arrival:
+    """From tokens int32 and logprobs float32 [steps, B], -1 where a row was done.
+
+    Raises:
+        NumericsError: a logprob that is NaN.
+    """
     at = time.perf_counter()
     live = tokens >= 0
     if np.isnan(logprobs[live]).any():

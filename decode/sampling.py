@@ -141,16 +141,16 @@ def sample(
         scores = jnp.where(seen, penalised, scores)
     if form.random:
         scores = scores / values.temperature
-        scores = _filter(scores, values, form, collectives)
-        scores = scores + _gumbel(values.seed, positions, ids)
-    return _argmax(scores, logits, ids, collectives)
+        scores = filtered(scores, values, form, collectives)
+        scores = scores + gumbel(values.seed, positions, ids)
+    return argmax(scores, logits, ids, collectives)
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _argmax(
+def argmax(
     scores: jax.Array, logits: jax.Array, ids: jax.Array, collectives: Collectives
 ) -> tuple[jax.Array, jax.Array]:
     """Token with the largest score over all devices, the lowest id among equals, and its log-probability."""
@@ -173,35 +173,35 @@ def _argmax(
     return token, logit - log_total
 
 
-def _filter(scores: jax.Array, values: SamplingValues, form: SamplingForm, collectives: Collectives) -> jax.Array:
+def filtered(scores: jax.Array, values: SamplingValues, form: SamplingForm, collectives: Collectives) -> jax.Array:
     """Scores outside the top-k, then the top-p, then the min-p set become -inf. float32 [B, V / tp]."""
     if not (form.top_k or form.top_p or form.min_p):
         return scores
     top = collectives.max(jnp.max(scores, axis=-1))
-    order = _ordered(scores)
+    order = ordered_bits(scores)
     if form.top_k:
         # The largest threshold that at least k scores reach; scores equal to the k-th stay in.
         k = jnp.asarray(values.top_k, jnp.float32)
-        cut = _largest_threshold(order, jnp.ones_like(scores), k, collectives)
+        cut = largest_threshold(order, jnp.ones_like(scores), k, collectives)
         scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
     if form.top_p:
         mass = jnp.exp(scores - top[:, None])
         total = collectives.sum(jnp.sum(mass, axis=-1))
-        cut = _largest_threshold(order, mass, values.top_p * total, collectives)
+        cut = largest_threshold(order, mass, values.top_p * total, collectives)
         scores = jnp.where(order >= cut[:, None], scores, -jnp.inf)
     if form.min_p:
         scores = jnp.where(scores >= top[:, None] + jnp.log(values.min_p), scores, -jnp.inf)
     return scores
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def ordered_bits(x: jax.Array) -> jax.Array:
     """float32 -> uint32 that sorts the same way."""
     # -0.0 and 0.0 are one number. (XLA would take x + 0.0 for x.)
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike, collectives: Collectives) -> jax.Array:
+def largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike, collectives: Collectives) -> jax.Array:
     """The largest uint32 t a row with sum(weight[order >= t]) >= target over all devices; one bit a step."""
 
     def step(index: jax.Array, cut: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: ArrayLike, c
     return lax.fori_loop(0, 32, step, jnp.zeros(order.shape[:1], jnp.uint32))
 
 
-def _gumbel(seed: ArrayLike, positions: jax.Array, ids: jax.Array) -> jax.Array:
+def gumbel(seed: ArrayLike, positions: jax.Array, ids: jax.Array) -> jax.Array:
     """Noise float32 [B, V / tp], a pure function of (seed, position, token id); seed uint32 [2] or [B, 2]."""
 
     def row(seed: jax.Array, position: jax.Array) -> jax.Array:

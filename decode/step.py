@@ -137,7 +137,7 @@ class Programs:
             picked = jnp.take_along_axis(states, jnp.clip(last, 0, T - 1)[:, None, None], axis=1)[:, 0]
             hidden = jnp.where(here[:, None], picked, hidden)
             if seen is not None:
-                seen = _mark(seen, tokens, positions < lengths[:, None])
+                seen = mark(seen, tokens, positions < lengths[:, None])
             token, logprob = sample(model.logits(hidden), lengths, seen, values, form, self.config.vocab_size)
             return cache, hidden, seen, token, logprob
 
@@ -188,7 +188,7 @@ class Programs:
                 index, cache, rows, emitted = carry
                 seen = rows.seen
                 if seen is not None:
-                    seen = _mark(seen, rows.token[:, None], ~rows.done[:, None])
+                    seen = mark(seen, rows.token[:, None], ~rows.done[:, None])
                 hidden, cache = model(rows.token[:, None], rows.length[:, None], cache)
                 logits = model.logits(hidden[:, 0])
                 token, logprob = sample(
@@ -273,7 +273,7 @@ class Programs:
         return jax.jit(mapped, donate_argnums=donate)
 
 
-def _mark(seen: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+def mark(seen: jax.Array, tokens: jax.Array, valid: jax.Array) -> jax.Array:
     """seen [B, V / tp] with tokens [B, T] set where valid [B, T]."""
     local = tokens - tensor_index() * seen.shape[1]
     inside = valid & (local >= 0) & (local < seen.shape[1])

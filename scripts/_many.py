@@ -19,6 +19,7 @@ from decode.batching.options import EngineOptions, EngineStats
 from decode.batching.request import Event, Request
 from decode.decoder import Decoder
 from decode.sampling import SamplingParams
+from decode.speculation.draft import DraftModel
 from decode.text import Completion, RowText
 from model.tokenizer import Tokenizer
 
@@ -51,12 +52,15 @@ class ManyRun:
         """The same for people."""
         stats = self.stats
         tpot = f"; TPOT {statistics.median(self.tpots_s) * 1e3:.1f} ms (median of prompts)" if self.tpots_s else ""
-        return [
+        found = [
             f"prompts   {len(self.completions):,}, at most {batch} at a time, in {self.seconds:.1f} s",
             f"tokens    {stats.generated_tokens:,}, {stats.generated_tokens / self.seconds:.1f} a second{tpot}",
             f"prefixes  {stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were in the cache already",
             f"steps     {stats.steps:,}; {stats.step_s * 1e3:.1f} ms each lately, {stats.host_s * 1e3:.2f} of host CPU",
         ]
+        if stats.proposed_tokens:
+            found.append(f"speculate {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens stood")
+        return found
 
 
 def run_many(
@@ -72,17 +76,21 @@ def run_many(
     continuation: Sequence[bool],
     progress: bool,
     done: Callable[[int, Completion], None],
+    proposals: int = 0,
+    draft: DraftModel | None = None,
 ) -> ManyRun | None:
     """Complete every prompt, ``batch`` at a time at most; see ``decode.text.TextGeneration`` for the rest.
 
     None on every process but 0, which does what process 0 decides.
 
     done: called for each prompt in the order given, once it and all before it have ended.
+    proposals, draft: speculation; see ``decode.batching.engine.Engine``.
 
     Raises:
         NumericsError, EngineError: as the engine ends a request.
     """
-    engine = Engine(decoder, EngineOptions(max_batch=batch, max_len=max_len, max_queue=len(prompts)))
+    options = EngineOptions(max_batch=batch, max_len=max_len, max_queue=len(prompts), proposals=proposals)
+    engine = Engine(decoder, options, draft)
     if jax.process_index() != 0:
         engine.follow()
         return None

@@ -70,8 +70,13 @@ def make_proposer(name: str, decoder: Decoder, draft_dtype: str | None) -> Propo
     Raises:
         SpeculationError: a draft of another vocabulary, or larger than the model.
     """
+    return make_draft(name, decoder, draft_dtype) or PromptLookup()
+
+
+def make_draft(name: str, decoder: Decoder, draft_dtype: str | None) -> DraftModel | None:
+    """The draft that ``--speculate`` names, on the decoder's mesh; None for ngram. Raises as ``make_proposer``."""
     if name == NGRAM:
-        return PromptLookup()
+        return None
     model = open_model(name)
     DraftModel.check_config(model.config, decoder.config)
     dtype = DTYPES[draft_dtype or "bf16"]

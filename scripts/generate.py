@@ -56,6 +56,7 @@ from scripts._speculation import (
     add_speculation_options,
     check_draft,
     check_speculation_options,
+    make_draft,
     make_proposer,
     speculation_facts,
     speculation_lines,
@@ -160,6 +161,12 @@ def generate(args: argparse.Namespace) -> None:
     StopStrings(args.stop)
     chats, texts = _asked(args)
     k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
+    through_engine = len(chats) + len(texts) > max(GROUPED, args.batch)
+    if through_engine and args.speculate and args.repetition_penalty != 1:
+        raise UsageError(
+            f"--speculate and --repetition-penalty do not go together for {len(chats) + len(texts)} prompts: they run "
+            f"through the batching engine, which does not speculate where there is a penalty; leave one out"
+        )
     say = _silent if args.quiet else _to_stderr
 
     cache = set_up(args.cpu_devices)
@@ -200,7 +207,7 @@ def generate(args: argparse.Namespace) -> None:
         quantization=quantization,
     )
     speculative = None
-    if args.speculate:
+    if args.speculate and not through_engine:
         speculative = SpeculativeDecoder(decoder, make_proposer(args.speculate, decoder, args.draft_dtype), k)
     load_s = opened + time.perf_counter() - began
 
@@ -208,8 +215,8 @@ def generate(args: argparse.Namespace) -> None:
     # With --json -, standard output holds JSON alone, and --quiet drops the rest.
     text_out = sys.stdout if args.json != "-" else None if args.quiet else sys.stderr
     screen = _Screen(text_out, alone=len(prompts) == 1, bare=args.quiet)
-    if len(prompts) > max(GROUPED, args.batch):
-        many = _run_many(args, decoder, tokenizer, prompts, max_len, sampling, screen)
+    if through_engine:
+        many = _run_many(args, decoder, tokenizer, prompts, max_len, sampling, screen, k)
         if many is None:
             return
         facts = _many_facts(args, decoder, max_len, prompts, many, cache, load_s, sampling)
@@ -260,6 +267,7 @@ def _run_many(
     max_len: int,
     sampling: SamplingParams,
     screen: _Screen,
+    k: int,
 ) -> ManyRun | None:
     """Every prompt through the engine. Texts are shown as they end, or after the bar where both are on a terminal."""
     held = screen.out is not None and screen.out.isatty() and sys.stderr.isatty() and not args.quiet
@@ -275,6 +283,8 @@ def _run_many(
         continuation=[prompt.continues for prompt in prompts],
         progress=not args.quiet,
         done=lambda place, completion: None if held else screen.show_one(prompts[place], completion),
+        proposals=k if args.speculate else 0,
+        draft=make_draft(args.speculate, decoder, args.draft_dtype) if args.speculate else None,
     )
     if held and many is not None:
         for prompt, completion in zip(prompts, many.completions, strict=True):

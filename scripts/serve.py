@@ -40,6 +40,7 @@ from scripts._cli import (
     set_up,
 )
 from scripts._processes import add_process_options
+from scripts._speculation import add_speculation_options, check_draft, check_speculation_options, make_draft
 from sharding.layout import Layout
 from sharding.mesh import check_every_process_has_a_device, make_mesh
 from sharding.self_check import check_mesh
@@ -134,6 +135,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"sequences it makes, prompts times n (default {bounds.choices})",
     )
 
+    guesses = parser.add_argument_group(
+        "speculation (off by default; every text stays the same; a request with a repetition penalty runs without)"
+    )
+    add_speculation_options(guesses)
+
     add_machine_options(parser)
     add_process_options(parser)
     parser.add_argument("--quiet", action="store_true", help="print the address alone")
@@ -149,10 +155,13 @@ def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
     keys = _api_keys(args)
     asked_quantization(args)
+    k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
     cache = set_up(args.cpu_devices)
     # The address is taken before anything slow, and not yet listened at.
     held = bind(args.host, args.port) if jax.process_index() == 0 else None
     model = open_model(args.model)
+    if args.speculate:
+        check_draft(args.speculate, model.config)
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_every_process_has_a_device(layout.mesh)
     collectives = chosen_collectives(args.collective, layout.tp)
@@ -179,7 +188,8 @@ def run(args: argparse.Namespace) -> None:
         cache_dtype=chosen_kv_dtype(args.kv_dtype),
         quantization=quantization,
     )
-    engine = Engine(decoder, _engine_options(args))
+    draft = make_draft(args.speculate, decoder, args.draft_dtype) if args.speculate else None
+    engine = Engine(decoder, _engine_options(args, k if args.speculate else 0), draft)
     if held is None:
         # Who stops a job signals all of its processes: process 0 drains, and then ends the others.
         for one in SIGNALS:
@@ -233,7 +243,7 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
     return answered
 
 
-def _engine_options(args: argparse.Namespace) -> EngineOptions:
+def _engine_options(args: argparse.Namespace, proposals: int) -> EngineOptions:
     return EngineOptions(
         max_batch=args.max_batch,
         max_len=args.max_len,
@@ -242,6 +252,7 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         token_budget=args.token_budget,
         prefix_cache=not args.no_prefix_cache,
         max_queue=args.max_queue,
+        proposals=proposals,
         ttft_slo_s=None if args.ttft_slo is None else args.ttft_slo / 1e3,
         tpot_slo_s=None if args.tpot_slo is None else args.tpot_slo / 1e3,
     )

@@ -33,6 +33,8 @@ _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests"),
     "cached_tokens": ("prefix_hit_tokens", "Prompt tokens that came from the prefix cache"),
     "generated_tokens": ("generated_tokens", "Tokens generated"),
+    "proposed_tokens": ("proposed_tokens", "Tokens that speculation proposed"),
+    "accepted_tokens": ("accepted_tokens", "Proposed tokens that stood"),
     "preemptions": ("preemptions", "Requests preempted for lack of pages, to be computed again"),
     "steps": ("steps", "Device steps"),
     "decode_steps": ("decode_steps", "Device steps without prompt tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -16,13 +17,16 @@ import numpy as np
 
 from decode.batching.jobs import Job, Plan
 from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
 from decode.batching.program import Chosen, Packing, sampler_words
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
 from decode.batching.runner import Runner
 from decode.batching.scheduler import Scheduler
-from decode.batching.targets import Targets
+from decode.batching.speculation import Speculation
+from decode.batching.targets import MARGIN, Targets
 from decode.decoder import Decoder
+from decode.speculation.draft import DraftModel
 from roofline.step_time import StepTime, StepTimeFit
 
 IN_FLIGHT = 2
@@ -43,30 +47,44 @@ class _Sent(NamedTuple):
     host_s: float
     host_wall_s: float
     dispatch_s: float
+    draft_s: float
 
 
 class Engine:
     """Continuous batching over one loaded model; token ids in, token ids out.
 
     Every method may be called from any thread. The host prepares a step while the device runs the one before it: it
-    reads each step's tokens one step late, and a request that turns out to have ended wastes one row of one step.
+    reads each step's tokens one step late, and a request that turns out to have ended wastes one row of one step. With
+    ``EngineOptions.proposals`` it also speculates, where that is faster; the text is the same.
 
     Args:
         decoder: a loaded model on its mesh, with ``layout.data`` 1.
+        draft: what proposes tokens, on the same layout; None: what followed the same tokens before.
 
     Raises:
         RequestError: options that contradict each other or the model.
+        SpeculationError: proposals out of range, or a draft that does not fit.
     """
 
-    def __init__(self, decoder: Decoder, options: EngineOptions | None = None):
+    def __init__(self, decoder: Decoder, options: EngineOptions | None = None, draft: DraftModel | None = None):
         self.options = options or EngineOptions()
-        self._runner = Runner(decoder, self.options)
+        self._runner = Runner(decoder, self.options, draft)
         self.max_len, self.vocab_size = self._runner.max_len, decoder.config.vocab_size
         self._fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
         for name in ("ttft_slo_s", "tpot_slo_s"):
             target = getattr(self.options, name)
             if target is not None and not 0 < target < math.inf:
                 raise RequestError(f"{name} is {target}; it must be a positive number of seconds")
+        self._speculation: Speculation | None = None
+        if self.options.proposals:
+            limit_s = None if self.options.tpot_slo_s is None else MARGIN * self.options.tpot_slo_s
+            self._speculation = Speculation(
+                self.options.proposals,
+                self._runner.shapes,
+                self._fit,
+                limit_s=limit_s,
+                draft_s=None if self._runner.draft is None else self._runner.draft.seconds,
+            )
         self._scheduler = Scheduler(
             PagePool(self._runner.pages, keep=self.options.prefix_cache),
             self._runner.page_size,
@@ -82,6 +100,7 @@ class Engine:
             max_batch=self.options.max_batch,
             max_queue=self.options.max_queue,
             deliver=self._deliver,
+            speculation=self._speculation,
         )
         self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
         self._in_table: dict[int, list[int]] = {}
@@ -193,6 +212,7 @@ class Engine:
         """Counters and gauges, cheap enough for every scrape."""
         names: tuple[str, ...] = ("submitted", "completed", "cancelled", "refused", "failed", "preemptions")
         names += ("prompt_tokens", "cached_tokens", "generated_tokens", "goodput_requests", "steps", "decode_steps")
+        names += ("proposed_tokens", "accepted_tokens")
         averages: dict[str, Any] = dict(self._averages)
         with self._changed:
             scheduler, pool = self._scheduler, self._scheduler.pool
@@ -256,11 +276,15 @@ class Engine:
                 self._changed.wait()
             if plan is not None:
                 vector = self._packed(plan)
+                draft_calls, draft_s = self._draft_calls(plan)
         if plan is not None:
             packed = time.perf_counter()
+            for call in draft_calls:
+                call()
             chosen = self._runner.step(plan.R, plan.C, vector)
             now = time.perf_counter()
-            self._sent.append(_Sent(plan, chosen, now, time.thread_time() - busy, now - began, now - packed))
+            busy_s = time.thread_time() - busy
+            self._sent.append(_Sent(plan, chosen, now, busy_s, now - began, now - packed, draft_s))
         if len(self._sent) == IN_FLIGHT or plan is None:
             self._read(self._sent.popleft())
         return True
@@ -268,16 +292,16 @@ class Engine:
     def _packed(self, plan: Plan) -> np.ndarray:
         """The plan as the step's vector, with the tables and slots of its jobs brought up to date."""
         for piece in (*plan.rows, *plan.pieces):
-            self._put_pages(piece.job)
+            if piece.proposal is None:  # else its job came just before
+                self._put_pages(piece.job)
         for job, _ in plan.sampled:
             if job not in self._words:
                 self._words[job] = sampler_words(job)
             request = job.request
             # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
-            fresh = job.in_flight == 1 and job.length - 1 == len(job.tokens)
-            needs = request.logit_bias or request.sampling.repetition_penalty != 1
-            if needs and fresh:
+            if job.fresh and (request.logit_bias or request.sampling.repetition_penalty != 1):
                 self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
+            job.fresh = False
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
         return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
 
@@ -286,6 +310,25 @@ class Engine:
         if self._in_table.get(job.slot) != job.pages:
             self._tables[job.slot, : len(job.pages)] = job.pages
             self._in_table[job.slot] = list(job.pages)
+
+    def _draft_calls(self, plan: Plan) -> tuple[list[Callable[[], None]], float]:
+        """What the plan asks of a draft model, to be sent ahead of its step, and how long that takes. The tables are as
+        ``_packed`` left them."""
+        draft, runner = self._runner.draft, self._runner
+        if draft is None or not (plan.fills or plan.proposals):
+            return [], 0.0
+        calls: list[Callable[[], None]] = []
+        size = 0
+        if plan.fills:
+            _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
+            fills = Plan([], plan.fills, [], 0, size, 0)
+            vector = Packing(0, size, runner.pages_each).pack(fills, self._words.__getitem__, self._tables, 0)
+            calls.append(functools.partial(runner.fill, size, vector))
+        if plan.proposals:
+            asking = draft.asking(len(plan.proposals))
+            vector = asking.pack(plan, self._tables, runner.max_batch)
+            calls.append(functools.partial(runner.propose, asking.N, vector))
+        return calls, draft.plan_seconds(plan, size)
 
     def _read(self, sent: _Sent) -> None:
         """Wait for a step's tokens, and hand them out."""
@@ -298,10 +341,12 @@ class Engine:
         if listed is not None:
             tops = [_pairs(row, count) for row, count in zip(listed, wants, strict=True)]
         with self._changed:
+            if self._runner.draft is not None:
+                self._learn_proposals(sent.plan, words[:, 2].tolist())
             logprobs = words[:, 1].copy().view(np.float32).tolist()
             self._scheduler.complete(sent.plan, words[:, 0].tolist(), logprobs, tops, came)
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
-            self._fit.saw(plan.R, plan.C, plan.context, seconds)
+            self._fit.saw(plan.R, plan.C, plan.context, seconds - sent.draft_s)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
             before, _ = self._of_shape.get((plan.R, plan.C), (seconds, 0))
             self._of_shape[plan.R, plan.C] = before + RECENT * (seconds - before), plan.context
@@ -315,6 +360,15 @@ class Engine:
             for name, value in seen.items():
                 before = self._averages[name]
                 self._averages[name] = value if not before else before + RECENT * (value - before)
+            if self._speculation is not None:
+                # The mean remembers for long what a first step took.
+                self._speculation.host_s = min(self._averages["host_wall_s"], seen["host_wall_s"])
+
+    def _learn_proposals(self, plan: Plan, fed: list[int]) -> None:
+        """A plan's proposals as the draft made them. fed: the token that each of its sampled rows was given."""
+        for piece, token in zip(plan.rows, fed, strict=False):  # pieces of prompts follow
+            if piece.proposal is not None:
+                plan.proposals[piece.job][-2 - piece.proposal] = token
 
     def _busy_until(self) -> float:
         """When the steps on their way are expected to end; asked only where there is a target to keep."""

@@ -5,6 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode.batching.request import Request, Ticket
+from decode.speculation.control import PAUSE, RowEstimate
+from decode.speculation.ngram_index import NgramIndex
+
+
+@dataclass
+class Guess:
+    """What speculation knows of a request.
+
+    index: where its next tokens are looked up; None where a draft model proposes them.
+    estimate: how many of its proposals stand. pause: tokens after which one who lost is tried again with an open mind.
+    passed_over: tokens that it got without proposals since the last that had some.
+    drafted: positions whose keys and values the draft's cache has, where there is one.
+    """
+
+    index: NgramIndex | None
+    estimate: RowEstimate = field(default_factory=RowEstimate)
+    pause: int = PAUSE
+    passed_over: int = 0
+    drafted: int = 0
 
 
 @dataclass(eq=False)
@@ -18,7 +37,9 @@ class Job:
     slot: its place in the batch, -1 while it waits.
     pages: those of positions 0.., in order; names: the content names of the full ones, as far as known; named: how
         many of them the pool was told.
+    fresh: the device was not told yet what is kept for its slot.
     reused: positions of the prompt that came from the prefix cache at its first admission, None before.
+    guess: what speculation knows of it; None where it does not speculate.
     first_at, last_at: when its first and newest token reached the host.
     """
 
@@ -33,6 +54,8 @@ class Job:
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     named: int = 0
+    fresh: bool = True
+    guess: Guess | None = None
     reused: int | None = None
     ended: bool = False
     first_at: float | None = None
@@ -65,20 +88,30 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions start..start+count of a job, computed in one step."""
+    """Positions start..start+count of a job, computed in one step.
+
+    proposal: the token at ``start`` where it is a guess; None for the job's own tokens.
+    """
 
     job: Job
     start: int
     count: int
+    proposal: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """One step: rows of one position each, pieces of prompts in tiles, and which jobs get a token.
 
+    A job that speculates has a row for its newest token and one for each of its proposals, in order, and gets as many
+    tokens; those after the first that differs from its proposal mean nothing.
+
     sampled: (job, position of its new token), rows first and in their order, then the pieces that end a prompt.
     R, C: the compiled shape it runs in: rows, and prompt tokens.
     context: positions that attention reads, over all rows and tiles.
+    proposals: the proposals of each job that speculates. A draft model's are on the device: -2 stands for the first
+        one, -3 for the second, and so on.
+    fills: what the draft model is to compute before it proposes.
     """
 
     rows: list[Piece]
@@ -87,3 +120,5 @@ class Plan:
     R: int
     C: int
     context: int
+    proposals: dict[Job, list[int]] = field(default_factory=dict)
+    fills: list[Piece] = field(default_factory=list)

@@ -17,6 +17,8 @@ class EngineOptions:
         tokens keep busy already: larger pieces would take no less time a token there, and hold the decodes up.
     prefix_cache: share full pages of equal prompts, and keep them until their room is needed.
     max_queue: requests that wait at most; one more is refused.
+    proposals: most tokens that are proposed for a request and step, 0 to ``MOST_PROPOSALS``; 0: no speculation. See
+        ``decode.batching.speculation``: the text stays the same.
     ttft_slo_s, tpot_slo_s: targets in seconds for the time to the first token and for each token after it. With them
         the engine holds the batch where the second is met and refuses what would miss the first. None: no target.
     """
@@ -28,6 +30,7 @@ class EngineOptions:
     token_budget: int | None = None
     prefix_cache: bool = True
     max_queue: int = 1024
+    proposals: int = 0
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
 
@@ -40,6 +43,7 @@ class EngineStats:
     pages_used, pages_cached, pages_total: pages held by requests; held by none but kept for their content; all.
     submitted, completed, cancelled, refused, failed, preemptions: requests counted; a preempted one goes on later.
     prompt_tokens, cached_tokens, generated_tokens: of admitted requests; cached ones were not computed again.
+    proposed_tokens, accepted_tokens: what speculation proposed, and how many of these stood.
     goodput_requests: completed within both targets (all completed ones where there is no target).
     steps, decode_steps: device steps in all, and those without prompt tokens.
     step_s: mean seconds between results while busy, recent; device_s: of these, how long the host waited for the
@@ -76,3 +80,5 @@ class EngineStats:
     host_wall_s: float = 0.0
     dispatch_s: float = 0.0
     shapes_s: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0

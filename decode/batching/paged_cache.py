@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from decode.cache import KVCache, _numbers, _to_storage
+from decode.cache import KVCache, held_dtype, to_storage
 from decode.decoder import Decoder
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
@@ -103,11 +103,11 @@ class PagedCache:
         def stored(arrays: list[jax.Array], scales: list[jax.Array], new: jax.Array) -> tuple[list[jax.Array], ...]:
             storage = arrays[array].dtype
             if scales:
-                new, own = quantize(new, _numbers(storage))
+                new, own = quantize(new, held_dtype(storage))
                 scales = written(scales, own, jnp.where(mine, 0, 1), pages * held.shape[3] + slots)
             if missing := arrays[array].shape[-1] - new.shape[-1]:  # see abstract_pages
                 new = jnp.pad(new, ((0, 0), (0, 0), (0, missing)))
-            return written(arrays, _to_storage(new, storage)), scales
+            return written(arrays, to_storage(new, storage)), scales
 
         keys, key_scales = stored(self.cache.keys, self.cache.key_scales, k[0])
         values, value_scales = stored(self.cache.values, self.cache.value_scales, v[0])
@@ -165,7 +165,7 @@ class PagedCache:
         how: dict[str, Any] = {"platform": platform, "implementation": implementation, "scaled": scales is not None}
         if not extend_taken(row, keys, values, **how):
             return None
-        out, *held = paged_extend(
+        out, keys, values, scales = paged_extend(
             heads,
             *rope,
             keys,
@@ -177,4 +177,4 @@ class PagedCache:
             tile=TILE,
             scales=scales,
         )
-        return out, replace(self, cache=self.cache.with_array(array, *held))
+        return out, replace(self, cache=self.cache.with_array(array, keys, values, scales))

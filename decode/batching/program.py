@@ -23,7 +23,8 @@ from decode.batching.request import MOST_TOP_LOGPROBS
 from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, RowValues, sample_rows
 from decode.cache import KVCache
 from decode.sampling import SamplingValues
-from decode.step import SEEN, Programs, _mark
+from decode.speculation.proposer import MOST_PROPOSALS
+from decode.step import SEEN, Programs, mark
 
 SAMPLER_WORDS = 11
 """Numbers a sampled row: place, slot, position, asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
@@ -43,8 +44,8 @@ class Slots(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a step returns: words int32 [R, 2], each row's token and the bits of its logprob; and the likeliest tokens
-    int32 [R, 2, n], ids above the bits of their logprobs, meaningful where a row asked."""
+    """What a step returns: words int32 [R, 3], each row's token, the bits of its logprob and the token that it was fed;
+    and the likeliest tokens int32 [R, 2, n], ids above the bits of their logprobs, meaningful where a row asked."""
 
     words: jax.Array
     top: jax.Array
@@ -71,7 +72,8 @@ class Packing:
         return 2 * self.tokens + SAMPLER_WORDS * self.R + self.tables * self.P
 
     def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
-        """Views: tokens (-1: the slot's newest) and positions (-1: padding) [R + C], sampler [words, R], tables."""
+        """Views: tokens (-1: the slot's newest; -2, -3...: its first proposal, its second...) and positions (-1:
+        padding) [R + C], sampler [words, R], tables."""
         N, R = self.tokens, self.R
         middle = 2 * N + SAMPLER_WORDS * R
         sampler = vector[2 * N : middle].reshape(SAMPLER_WORDS, R)
@@ -107,7 +109,9 @@ class Packing:
 
 
 def _fed(piece: Piece) -> int:
-    """The token of a row; -1 where only the device knows it."""
+    """The token of a row; -1 where only the device knows it, -2, -3... for a draft's proposals that only it knows."""
+    if piece.proposal is not None:
+        return piece.proposal
     tokens = piece.job.tokens
     return tokens[piece.start] if piece.start < len(tokens) else -1
 
@@ -131,21 +135,30 @@ def sampler_words(job: Job) -> np.ndarray:
 
 
 def step(programs: Programs, shape: Packing) -> Any:
-    """A jitted (params, cache, token, seen, bias, vector) -> (cache, token, seen, chosen); the three that it takes and
-    returns are donated."""
+    """A jitted (params, cache, token, seen, bias, proposals, vector) -> (cache, token, seen, chosen); the three that it
+    takes and returns are donated. proposals: int32 [M, MOST_PROPOSALS], by slot, of a draft model where there is one.
+    """
     graph = programs.graph if shape.C else programs.decode_graph
     collectives = programs.collectives
     platform = programs.layout.platform
 
     def run(
-        params: list[jax.Array], cache: KVCache, token: jax.Array, seen: jax.Array, bias: jax.Array, vector: jax.Array
+        params: list[jax.Array],
+        cache: KVCache,
+        token: jax.Array,
+        seen: jax.Array,
+        bias: jax.Array,
+        proposals: jax.Array,
+        vector: jax.Array,
     ) -> tuple[KVCache, jax.Array, jax.Array, Chosen]:
         model = programs._model(graph, params)
         tokens, positions, sampler, tables = shape.parts(vector)
         places, slots = sampler[0], sampler[1]
         floats = lax.bitcast_convert_type(sampler, jnp.float32)
         newest = jnp.take(token, slots, mode="clip")
-        own = jnp.where(tokens[: shape.R] < 0, newest, tokens[: shape.R])
+        asked = tokens[: shape.R]
+        guess = proposals[jnp.minimum(slots, proposals.shape[0] - 1), jnp.clip(-2 - asked, 0, MOST_PROPOSALS - 1)]
+        own = jnp.where(asked >= 0, asked, jnp.where(asked == -1, newest, guess))
         tokens = jnp.concatenate([own, tokens[shape.R :]])
         paged = PagedCache(cache, tables, positions, shape.R, platform, programs.kernels)
         hidden, paged = model(tokens[None], jnp.maximum(positions, 0)[None], paged)
@@ -163,12 +176,12 @@ def step(programs: Programs, shape: Packing) -> Any:
         fed = jnp.take(tokens, places)[:, None]
 
         def marked(seen: jax.Array) -> jax.Array:
-            return seen.at[slots].set(_mark(seen[jnp.minimum(slots, seen.shape[0] - 1)], fed, fed >= 0), mode="drop")
+            return seen.at[slots].set(mark(seen[jnp.minimum(slots, seen.shape[0] - 1)], fed, fed >= 0), mode="drop")
 
         seen = lax.cond(jnp.any(values.asks & PENALISED), marked, lambda seen: seen, seen)
         logits = model.logits(jnp.take(hidden[0], places, axis=0))
         got = sample_rows(logits, values, bias, seen, slots, programs.config.vocab_size, collectives, MOST_TOP_LOGPROBS)
-        words = jnp.stack([got.token, lax.bitcast_convert_type(got.logprob, jnp.int32)], axis=1)
+        words = jnp.stack([got.token, lax.bitcast_convert_type(got.logprob, jnp.int32), fed[:, 0]], axis=1)
         top = jnp.stack([got.top_ids, lax.bitcast_convert_type(got.top_logprobs, jnp.int32)], axis=1)
         token = token.at[slots].set(got.token, mode="drop")
         return paged.cache, token, seen, Chosen(words, top)
@@ -177,7 +190,15 @@ def step(programs: Programs, shape: Packing) -> Any:
     split = programs.layout.spec(SEEN)
     return programs._jit(
         run,
-        (programs._param_specs(), programs._cache_spec(), everywhere, split, split, everywhere),
+        (
+            programs._param_specs(),
+            programs._cache_spec(),
+            everywhere,
+            split,
+            split,
+            everywhere,
+            everywhere,
+        ),
         (programs._cache_spec(), everywhere, split, Chosen(everywhere, everywhere)),
         donate=(1, 2, 3),
     )

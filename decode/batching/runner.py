@@ -8,11 +8,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decode.batching.draft import PagedDraft
 from decode.batching.options import EngineOptions
 from decode.batching.paged_cache import abstract_pages
 from decode.batching.program import Chosen, Packing, set_slot, step
@@ -20,6 +22,8 @@ from decode.batching.request import RequestError
 from decode.batching.shapes import Shapes
 from decode.cache import capacity, empty
 from decode.decoder import Decoder
+from decode.speculation.draft import DraftModel
+from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
 from sharding.multihost import PEER_TIMEOUT_S
@@ -44,10 +48,10 @@ class Runner:
     """Owns the device arrays: one caller at a time, and every step in the order of the calls.
 
     Raises:
-        RequestError: options that contradict each other or the model.
+        RequestError: options that contradict each other or the model. SpeculationError: proposals that do.
     """
 
-    def __init__(self, decoder: Decoder, options: EngineOptions):
+    def __init__(self, decoder: Decoder, options: EngineOptions, draft: DraftModel | None = None):
         config, layout = decoder.config, decoder.layout
         if layout.data != 1:
             raise RequestError(
@@ -68,8 +72,28 @@ class Runner:
         # A page is a row of the contiguous cache, so its size is one that such a row can have.
         self.page_size = capacity(options.page_size, layout.kv_seq)
         self.pages_each = -(-self.max_len // self.page_size)
-        self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable())
-        self.shapes = Shapes.of(options.max_batch, token_budget, fine=cpu)
+        self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable(draft))
+        if not 0 <= options.proposals <= MOST_PROPOSALS:
+            raise SpeculationError(f"proposals is {options.proposals}; a step takes up to {MOST_PROPOSALS} a request")
+        if options.proposals >= self.max_len:
+            raise SpeculationError(
+                f"k is {options.proposals}, and a request has room for {self.max_len} positions: propose fewer, or "
+                f"raise max_len"
+            )
+        if draft is not None:
+            self._check_draft(draft, decoder, options)
+        self.shapes = Shapes.of(options.max_batch, token_budget, options.proposals, fine=cpu)
+        self.draft: PagedDraft | None = None
+        if draft is not None:
+            self.draft = PagedDraft(
+                draft,
+                pages=self.pages,
+                page_size=self.page_size,
+                pages_each=self.pages_each,
+                shapes=self.shapes,
+                max_batch=self.max_batch,
+                k=options.proposals,
+            )
         self._announcer: Announcer | None = None
         self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._vocab = layout.padded_shape((config.vocab_size,), ("vocab",))[0]
@@ -86,7 +110,8 @@ class Runner:
             out_shardings=(layout.sharding(SEEN), layout.sharding(SEEN)),
         )
         self._seen, self._bias = make()
-        held = (self._cache, self._token, self._seen, self._bias)
+        self._no_proposals = self.decoder._put(np.zeros((M, MOST_PROPOSALS), np.int32), (None, None))
+        held = (self._cache, self._token, self._seen, self._bias, self._no_proposals)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
         for R, C in self.shapes.all():
             packing = Packing(R, C, self.pages_each)
@@ -99,6 +124,8 @@ class Runner:
         self._set_slot = set_slot(programs)
         self.set_slot(0, [], {})
         jax.block_until_ready(self._seen)
+        if self.draft is not None:
+            self.draft.compile()
         self.decoder.compile_s += time.perf_counter() - began
         return [(R, C, self._timed(R, C)) for R, C in self.shapes.all()]
 
@@ -116,17 +143,33 @@ class Runner:
 
     def step(self, R: int, C: int, vector: np.ndarray) -> Chosen:
         """Send a step to the device; returns at once."""
-        if self._announcer is not None:
-            self._announcer.send(json.dumps([R, C]).encode() + b"\n" + vector.tobytes())
+        self._tell(["step", R, C], vector)
+        proposals = self._no_proposals if self.draft is None else self.draft.proposals
         self._cache, self._token, self._seen, chosen = self._steps[R, C](
-            self.decoder.params, self._cache, self._token, self._seen, self._bias, vector
+            self.decoder.params, self._cache, self._token, self._seen, self._bias, proposals, vector
         )
         return chosen
 
+    def fill(self, size: int, vector: np.ndarray) -> None:
+        """Have the draft compute positions ahead of the next step; returns at once."""
+        assert self.draft is not None
+        self._tell(["fill", size], vector)
+        self.draft.fill(size, vector)
+
+    def propose(self, size: int, vector: np.ndarray) -> None:
+        """Have the draft propose for the next step; returns at once."""
+        assert self.draft is not None
+        self._tell(["propose", size], vector)
+        self.draft.propose(size, vector)
+
+    def _tell(self, call: list[Any], vector: np.ndarray | None = None) -> None:
+        """Send a call to those that follow."""
+        if self._announcer is not None:
+            self._announcer.send(json.dumps(call).encode() + b"\n" + (b"" if vector is None else vector.tobytes()))
+
     def set_slot(self, slot: int, seen: Sequence[int], bias: Mapping[int, float]) -> None:
         """Replace what a slot has seen, and its logit bias, for the steps sent from now on."""
-        if self._announcer is not None:
-            self._announcer.send(json.dumps([slot, list(seen), list(bias.items())]).encode() + b"\n")
+        self._tell(["slot", slot, list(seen), list(bias.items())])
         seen_row, bias_row = np.zeros(self._vocab, bool), np.zeros(self._vocab, np.float32)
         seen_row[np.asarray(seen, np.int64)] = True
         for token, value in bias.items():
@@ -144,13 +187,17 @@ class Runner:
         sent: deque[Chosen] = deque()
         for message in messages(CHANNEL, PEER_TIMEOUT_S):
             head, _, vector = message.partition(b"\n")
-            call = json.loads(head)
-            if len(call) == 3:
+            kind, *call = json.loads(head)
+            numbers = np.frombuffer(vector, np.int32)
+            if kind == "slot":
                 slot, seen, bias = call
                 self.set_slot(slot, seen, dict(bias))
-                continue
-            rows, tokens = call
-            sent.append(self.step(rows, tokens, np.frombuffer(vector, np.int32)))
+            elif kind == "fill":
+                self.fill(call[0], numbers)
+            elif kind == "propose":
+                self.propose(call[0], numbers)
+            else:
+                sent.append(self.step(call[0], call[1], numbers))
             if len(sent) > FOLLOWED:
                 jax.block_until_ready(sent.popleft())
 
@@ -159,13 +206,28 @@ class Runner:
         if self._announcer is not None:
             self._announcer.close()
 
-    def _affordable(self) -> int:
+    def _check_draft(self, draft: DraftModel, decoder: Decoder, options: EngineOptions) -> None:
+        """Raise SpeculationError where it cannot propose for this engine."""
+        draft.check(decoder.config)
+        if not options.proposals:
+            raise SpeculationError("a draft model proposes 0 tokens; set how many it may")
+        if draft.layout != decoder.layout:
+            raise SpeculationError("the draft model must lie on the same mesh as the model")
+        most = draft.decoder.config.max_position_embeddings
+        if most < self.max_len:
+            raise SpeculationError(
+                f"the draft was made for {most} positions (max_position_embeddings), and a request may have "
+                f"{self.max_len}: lower max_len, or take another draft"
+            )
+
+    def _affordable(self, draft: DraftModel | None) -> int:
         """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
         layout = self.decoder.layout
         device = layout.mesh.local_devices[0]
         limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
         if limit is None:
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
-        page = jax.tree.leaves(abstract_pages(self.decoder, 1, self.page_size))
+        decoders = (self.decoder, *([] if draft is None else [draft.decoder]))
+        page = jax.tree.leaves([abstract_pages(decoder, 1, self.page_size) for decoder in decoders])
         page_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in page)
         return max(self.pages_each, int(MEMORY_SHARE * limit) // page_bytes)

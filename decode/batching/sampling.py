@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from decode.sampling import _argmax, _gumbel, _largest_threshold, _ordered
+from decode.sampling import argmax, gumbel, largest_threshold, ordered_bits
 from sharding.collectives import Collectives, tensor_index
 from sharding.mesh import TENSOR
 
@@ -84,15 +84,15 @@ def sample_rows(
         return jnp.where(asked(PENALISED)[:, None] & seen[slots], other, scores)
 
     def top_k(scores: jax.Array) -> jax.Array:
-        order = _ordered(scores)
-        cut = _largest_threshold(order, jnp.ones_like(scores), values.top_k.astype(jnp.float32), collectives)
+        order = ordered_bits(scores)
+        cut = largest_threshold(order, jnp.ones_like(scores), values.top_k.astype(jnp.float32), collectives)
         return jnp.where((order >= cut[:, None]) | ~asked(TOP_K)[:, None], scores, -jnp.inf)
 
     def top_p(scores: jax.Array, best: jax.Array) -> jax.Array:
-        order = _ordered(scores)
+        order = ordered_bits(scores)
         mass = jnp.exp(scores - best[:, None])
         total = collectives.sum(jnp.sum(mass, axis=-1))
-        cut = _largest_threshold(order, mass, values.top_p * total, collectives)
+        cut = largest_threshold(order, mass, values.top_p * total, collectives)
         return jnp.where((order >= cut[:, None]) | ~asked(TOP_P)[:, None], scores, -jnp.inf)
 
     def min_p(scores: jax.Array, best: jax.Array) -> jax.Array:
@@ -108,12 +108,12 @@ def sample_rows(
         scores = where_any(TOP_K, top_k, scores)
         scores = where_any(TOP_P, top_p, scores, best)
         scores = where_any(MIN_P, min_p, scores, best)
-        return jnp.where(asked(RANDOM)[:, None], scores + _gumbel(values.seed, values.position, ids), greedy)
+        return jnp.where(asked(RANDOM)[:, None], scores + gumbel(values.seed, values.position, ids), greedy)
 
     scores = where_any(BIASED, biased, logits)
     scores = where_any(PENALISED, penalised, scores)
     scores = where_any(RANDOM, random, scores)
-    token, logprob = _argmax(scores, logits, ids, collectives)
+    token, logprob = argmax(scores, logits, ids, collectives)
 
     S, count = logits.shape[0], min(top, vocab_size)
 

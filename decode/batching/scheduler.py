@@ -4,20 +4,24 @@ The rules: first come, first served. Every running request that can decodes in e
 the token budget leaves. A request holds the pages of its prompt from admission on and takes further ones as it grows;
 when there is none, the youngest gives up all of its own and is computed again later: its tokens are known, and the
 noise of a position does not depend on when it is drawn, so its output goes on unchanged. The oldest is never preempted
-and every admitted request fits the cache alone, so it always ends, and so do all.
+and every admitted request fits the cache alone, so it always ends, and so do all. With speculation a request may get
+several tokens from a step: see ``decode.batching.speculation``. Proposals take what room is left, and preempt nobody.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from decode.batching.drafted import DraftedPages
 from decode.batching.jobs import Job, Piece, Plan
 from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, chain
 from decode.batching.request import Event, FinishReason, RefusedError, Request, Ticket
 from decode.batching.shapes import Shapes
+from decode.batching.speculation import Speculation
 from decode.batching.targets import Targets
 from decode.decoder import NumericsError
 
@@ -36,6 +40,7 @@ class Scheduler:
         max_batch: requests that run together at most.
         max_queue: requests that wait at most.
         deliver: called with each event.
+        speculation: what proposes tokens; None: nothing does.
     """
 
     def __init__(
@@ -49,14 +54,19 @@ class Scheduler:
         max_batch: int,
         max_queue: int,
         deliver: Deliver,
+        speculation: Speculation | None = None,
     ):
         self.pool, self.page_size, self.shapes, self.targets = pool, page_size, shapes, targets
         self.max_queue, self.deliver, self._root = max_queue, deliver, root
+        self.speculation = speculation
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by age, the oldest first
         self.counts: Counter[str] = Counter()
         self._slots = list(range(max_batch - 1, -1, -1))
         self._order = 0
+        self._on_their_way = 0  # steps sent and not read
+        self._drafted = DraftedPages(page_size)
+        self._in_doubt = False  # whether one of them has proposals: only its tokens tell how long its jobs are
 
     def submit(self, ticket: Ticket, request: Request, now: float) -> Job:
         """Queue a request that fits (see ``decode.batching.engine.Engine.check``).
@@ -98,10 +108,12 @@ class Scheduler:
             self._end(job, "error", now, error)
 
     def schedule(self, now: float, busy_until: float = 0.0) -> Plan | None:
-        """The next step, or None where there is nothing to run. Counts as sent: it must be run.
+        """The next step, or None where there is nothing to run before another is read. Counts as sent: it must be run.
 
         busy_until: when the step in flight is expected to end, for the targets.
         """
+        if self._in_doubt or (self._on_their_way and self._would_speculate()):
+            return None
         rows = self._rows()
         positions = sum(piece.start + 1 for piece in rows)
         room = self.targets.room_for_prompt([piece.job for piece in rows], positions, now, busy_until)
@@ -110,22 +122,32 @@ class Scheduler:
         if not rows and not pieces:
             return None
         # A prompt's last single position runs as a row: no tile is spent on it.
+        decoding = [piece.job for piece in rows]
         rows += [piece for piece in pieces if piece.count == 1]
         pieces = [piece for piece in pieces if piece.count > 1]
-        sampled = []
-        for piece in (*rows, *pieces):
-            job = piece.job
-            job.computed += piece.count
-            if job.left == 0:
-                sampled.append((job, job.length))
-                job.in_flight += 1
-            self._name_pages(job, job.computed)
-        R, C = self.shapes.fit(max(1, len(sampled)), sum(_padded(piece.count) for piece in pieces))
+        padded = sum(_padded(piece.count) for piece in pieces)
         context = sum(piece.start + 1 for piece in rows)
         context += sum((piece.start + piece.count) * -(-piece.count // TILE) for piece in pieces)
+        base = len(rows) + sum(piece.count == piece.job.left for piece in pieces)
+        proposals, fills = self._proposals(decoding, base, padded, context)
+        single, rows, sampled = rows, [], []
+        for piece in (*single, *pieces):
+            job, guesses = piece.job, proposals.get(piece.job, [])
+            if piece.count == 1:
+                rows.append(piece)
+                rows += [Piece(job, piece.start + 1 + place, 1, token) for place, token in enumerate(guesses)]
+            job.computed += piece.count
+            if job.left == 0:
+                sampled += [(job, job.length + place) for place in range(len(guesses) + 1)]
+                job.in_flight += 1
+            self._name_pages(job, job.computed)
+        context += sum(piece.start + 1 for piece in rows if piece.proposal is not None)
+        R, C = self.shapes.fit(max(1, len(sampled)), padded)
         self.counts["steps"] += 1
         self.counts["decode_steps"] += not pieces
-        return Plan(rows, pieces, sampled, R, C, context)
+        self._on_their_way += 1
+        self._in_doubt = bool(proposals)
+        return Plan(rows, pieces, sampled, R, C, context, proposals, fills)
 
     def complete(
         self,
@@ -136,38 +158,129 @@ class Scheduler:
         now: float,
     ) -> None:
         """Take a step's tokens, one for each of ``plan.sampled``, and end what they end."""
-        for (job, _), token, logprob, top in zip(plan.sampled, tokens, logprobs, tops, strict=True):
+        self._on_their_way -= 1
+        if plan.proposals:
+            self._in_doubt = False
+        at = 0
+        for job, rows in itertools.groupby(job for job, _ in plan.sampled):
+            count = sum(1 for _ in rows)
             job.in_flight -= 1
-            if job.ended:  # it stopped, or was cancelled, with this step on its way
+            if not job.ended:  # else it stopped, or was cancelled, with this step on its way
+                drawn = zip(tokens[at : at + count], logprobs[at : at + count], tops[at : at + count], strict=True)
+                self._took(job, plan.proposals.get(job, []), list(drawn), now)
+            at += count
+
+    def _took(
+        self,
+        job: Job,
+        proposals: list[int],
+        drawn: list[tuple[int, float, tuple[tuple[int, float], ...]]],
+        now: float,
+    ) -> None:
+        """A job's tokens, logprobs and likeliest from one step: one, and one for each proposal that stands."""
+        token = -1
+        accepted = 0
+        for place, (following, logprob, top) in enumerate(drawn):
+            if place:
+                if token != proposals[place - 1]:
+                    break
+                job.computed += 1
+                accepted += 1
+            token = following
+            self._add(job, token, logprob, top, now)
+            if job.ended:
+                break
+        if self.speculation is None:
+            return
+        if proposals:
+            self.counts["proposed_tokens"] += len(proposals)
+            self.counts["accepted_tokens"] += accepted
+            if job.guess is not None:
+                before = job.guess.drafted
+                self.speculation.judged(job, len(proposals), accepted)
+                self._drafted.grew(job, before)
+            self._give_back(job)
+        else:
+            self.speculation.plain(job)
+
+    def _add(self, job: Job, token: int, logprob: float, top: tuple[tuple[int, float], ...], now: float) -> None:
+        """A job's next token, which may end it."""
+        if math.isnan(logprob):
+            self.pool.distrust(job.pages)
+            job.named = len(job.pages)  # and do not name them again
+            error = NumericsError("the model produced NaN or infinite logits for this request; check its prompt")
+            self.fail(job, error, now)
+            return
+        job.tokens.append(token)
+        job.last_at = now
+        if job.first_at is None:
+            job.first_at = now
+        self.counts["generated_tokens"] += 1
+        reason: FinishReason | None = None
+        if token in job.request.stop_token_ids:
+            reason = "stop"
+        elif len(job.tokens) - job.prompt_len >= job.request.max_new_tokens:
+            reason = "length"
+        if reason is None:
+            self._name_pages(job, job.computed)
+            self.deliver(job, Event(token, logprob, top, None, None, now))
+        else:
+            self._count_finished(job)
+            self._end(job, reason, now, token=token, logprob=logprob, top=top)
+
+    def _decoding(self) -> list[Job]:
+        """The running jobs whose next position can be computed now, oldest first."""
+        return [job for job in self.running if job.left == 1 and not job.whole]
+
+    def _would_speculate(self) -> bool:
+        """Whether it would pay to, going by the tokens that are known: then those on their way are waited for."""
+        jobs = self._decoding() if self.speculation is not None else []
+        if self.speculation is None or not jobs:
+            return False
+        return bool(self.speculation.choose(jobs, len(jobs), 0, sum(job.length for job in jobs)))
+
+    def _proposals(
+        self, jobs: list[Job], base: int, prompt_tokens: int, context: int
+    ) -> tuple[dict[Job, list[int]], list[Piece]]:
+        """What to propose in a step, with the pages for it: none is preempted for that. And what a draft model has to
+        compute for it; one that cannot do so in one step goes on in the next, and proposes then."""
+        if self.speculation is None or self._on_their_way:
+            return {}, []
+        found, fills, room = {}, [], self.shapes.prompt[-1]
+        for job, tokens in self.speculation.choose(jobs, base, prompt_tokens, context).items():
+            fill = self.speculation.fill(job, room)
+            if fill is not None:
+                self._drafted.grew(job, fill.start)
+                fills.append(fill)
+                room -= -(-fill.count // TILE) * TILE
+            if self.speculation.behind(job):
                 continue
-            if math.isnan(logprob):
-                self.pool.distrust(job.pages)
-                job.named = len(job.pages)  # and do not name them again
-                error = NumericsError("the model produced NaN or infinite logits for this request; check its prompt")
-                self.fail(job, error, now)
-                continue
-            job.tokens.append(token)
-            job.last_at = now
-            if job.first_at is None:
-                job.first_at = now
-            self.counts["generated_tokens"] += 1
-            reason: FinishReason | None = None
-            if token in job.request.stop_token_ids:
-                reason = "stop"
-            elif len(job.tokens) - job.prompt_len >= job.request.max_new_tokens:
-                reason = "length"
-            if reason is None:
-                self._name_pages(job, job.computed)
-                self.deliver(job, Event(token, logprob, top, None, None, now))
-            else:
-                self._count_finished(job)
-                self._end(job, reason, now, token=token, logprob=logprob, top=top)
+            need = -(-(job.length + len(tokens)) // self.page_size) - len(job.pages)
+            pages = self._allocate(need) if need > 0 else []
+            if pages is None:
+                tokens = tokens[: len(job.pages) * self.page_size - job.length]
+            job.pages += pages or []
+            if tokens:
+                found[job] = tokens
+        return found, fills
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """New pages, of which a draft model has computed nothing."""
+        pages = self.pool.allocate(count)
+        self._drafted.emptied(pages or ())
+        return pages
+
+    def _give_back(self, job: Job) -> None:
+        """The pages that proposals took and did not fill."""
+        keep = -(-job.length // self.page_size)
+        self.pool.release(job.pages[keep:])
+        del job.pages[keep:]
 
     def _rows(self) -> list[Piece]:
         """The next position of every running job that has one, oldest first; takes pages, and preempts for them."""
         rows = []
-        for job in list(self.running):
-            if job.slot < 0 or job.left != 1 or job.whole:  # preempted just now; a prompt; or only to be read
+        for job in self._decoding():
+            if job.slot < 0:  # preempted just now
                 continue
             if self._grow(job, job.length):
                 rows.append(Piece(job, job.computed, 1))
@@ -176,7 +289,7 @@ class Scheduler:
     def _grow(self, job: Job, length: int) -> bool:
         """Give a job the pages of ``length`` positions, preempting younger ones; False: it was the youngest itself."""
         while (need := -(-length // self.page_size) - len(job.pages)) > 0:
-            pages = self.pool.allocate(need)
+            pages = self._allocate(need)
             if pages is not None:
                 job.pages += pages
                 break
@@ -230,8 +343,10 @@ class Scheduler:
             if not self._give_pages(job):
                 break
             self.waiting.popleft()
-            job.slot = self._slots.pop()
+            job.slot, job.fresh = self._slots.pop(), True
             self.running.append(job)
+            if self.speculation is not None:
+                self.speculation.admitted(job, self._drafted.beginning(job))
             if job.reused is None:
                 job.reused = job.ticket.cached_tokens = job.computed
                 self.targets.admitted(job.left)
@@ -250,7 +365,7 @@ class Scheduler:
         need = -(-job.length // self.page_size) - len(hits)
         # Each running job may soon want one more: admitting into the last pages would only preempt again.
         spare = len(self.running)
-        pages = self.pool.allocate(need) if need + spare <= self.pool.available else None
+        pages = self._allocate(need) if need + spare <= self.pool.available else None
         if pages is None:
             self.pool.release(hits)
             return False

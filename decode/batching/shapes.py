@@ -13,11 +13,17 @@ LEAST_MIXED = 4
 """Rows of the smallest step with prompt tokens, but for the one of a request that is alone."""
 
 
+VERIFIED_ROWS = 64
+"""Rows of the largest step with proposals, unless more requests run together. Past that a row costs real time even
+where matrix units are large, and proposals seldom pay."""
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Rows and prompt tokens of every compiled step.
 
     rows: of steps without prompt tokens; mixed_rows: of those with; prompt: prompt tokens of the latter. Ascending.
+    With speculation a request may have several rows.
     """
 
     rows: tuple[int, ...]
@@ -25,9 +31,11 @@ class Shapes:
     prompt: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_batch: int, token_budget: int, *, fine: bool = False) -> Shapes:
+    def of(cls, max_batch: int, token_budget: int, proposals: int = 0, *, fine: bool = False) -> Shapes:
         """Rows by twos, with prompts by ``COARSE``, up to ``max_batch``; prompt tokens up to ``token_budget``.
 
+        proposals: with them the rows of steps without prompts go on, as far as ``VERIFIED_ROWS``, and one size is just
+            what a request alone makes of them.
         fine: for devices that a few tokens keep busy already, where padding takes as long as what it pads: steps with
             prompts come by ``FINE``, and there are some of a single row.
         """
@@ -35,6 +43,11 @@ class Shapes:
         rows = [1]
         while rows[-1] < max_batch:
             rows.append(min(2 * rows[-1], max_batch))
+        if proposals:
+            most = min(max_batch * (1 + proposals), max(VERIFIED_ROWS, max_batch))
+            while rows[-1] < most:
+                rows.append(min(2 * rows[-1], most))
+            rows = sorted({*rows, 1 + proposals})
         largest = -(-token_budget // TILE) * TILE
         prompt = [largest]
         while prompt[0] > TILE:

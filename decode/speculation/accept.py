@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 from jax.typing import ArrayLike
 
-from decode.sampling import SamplingForm, SamplingValues, _argmax, _filter, _gumbel, sample
+from decode.sampling import SamplingForm, SamplingValues, argmax, filtered, gumbel, sample
 from decode.speculation.proposer import Proposal
 from sharding.collectives import Collectives, tensor_index
 
@@ -63,7 +63,7 @@ def judge(
     if flat_seen is not None:
         penalised = jnp.where(scores > 0, scores / values.penalty, scores * values.penalty)
         scores = jnp.where(flat_seen, penalised, scores)
-    scores = _filter(scores / values.temperature, values, form, collectives)
+    scores = filtered(scores / values.temperature, values, form, collectives)
     log_p = log_softmax(scores, collectives).reshape(B, T, -1)
     drawn = proposal.tokens[..., None] == ids  # [B, k, V / tp]
     log_q = jnp.where(drawn, 0.0, -jnp.inf) if proposal.log_q is None else proposal.log_q
@@ -79,8 +79,8 @@ def judge(
     # Nothing is left where p and q differ by rounding alone.
     left = jnp.where((collectives.sum(jnp.sum(left, axis=-1)) > 0)[:, None], left, p)
     place = jnp.take_along_axis(positions, accepted[:, None], axis=1)[:, 0]
-    noisy = jnp.log(left) + _gumbel(values.seed, place, ids)
-    last, _ = _argmax(noisy, jnp.take_along_axis(logits, there, axis=1)[:, 0], ids, collectives)
+    noisy = jnp.log(left) + gumbel(values.seed, place, ids)
+    last, _ = argmax(noisy, jnp.take_along_axis(logits, there, axis=1)[:, 0], ids, collectives)
     slots = jnp.arange(T)[None]
     padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(slots < accepted[:, None], padded, last[:, None])

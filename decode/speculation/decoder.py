@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decode.cache import KVCache, check_fits
-from decode.decoder import DISPATCH_SECONDS, STOP_SLOTS, Arrival, Decoder, PromptError, _abstract_values, _arrival
+from decode.decoder import DISPATCH_SECONDS, STOP_SLOTS, Arrival, Decoder, PromptError, abstract_values, as_arrival
 from decode.sampling import SamplingForm, SamplingParams
 from decode.speculation.control import Controller, Tally, candidates
 from decode.speculation.program import MAX_PASSES, Passes, Standing, speculate
@@ -161,7 +161,7 @@ class SpeculativeDecoder:
         cache, rows, logprob = decoder.start(prompts, ends, room, sampling)
         state = self.proposer.begin(prompts, room)
         first = np.asarray(rows.token)
-        yield _arrival(first[None], np.asarray(logprob)[None], 0)
+        yield as_arrival(first[None], np.asarray(logprob)[None], 0)
         texts = [[*prompt, int(token)] for prompt, token in zip(prompts, first, strict=True)]
         done = np.isin(first, stop_ids) | (np.array([len(text) for text in texts]) >= ends)
         rows = rows._replace(done=self._put(done, BATCH))
@@ -262,7 +262,7 @@ class SpeculativeDecoder:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.proposer.leaves()
             )
             stops, passes = jax.ShapeDtypeStruct((STOP_SLOTS,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-            return leaves, standing, stops, passes, _abstract_values()
+            return leaves, standing, stops, passes, abstract_values()
 
         key = ("speculate", batch, k, form, room, id(self.proposer))
         return decoder._compile(key, room, lambda: speculate(decoder.programs, self.proposer, k, form), arguments)
@@ -290,8 +290,9 @@ def _read(out: Any) -> tuple[Arrival, np.ndarray, np.ndarray]:
     if not isinstance(out, Passes):
         tokens = np.asarray(out.tokens)
         none = np.where(tokens >= 0, 0, -1)
-        return _arrival(tokens, np.asarray(out.logprobs)), none, none
+        return as_arrival(tokens, np.asarray(out.logprobs)), none, none
     tokens, proposed = np.asarray(out.tokens), np.asarray(out.proposed)
     passes, batch, width = tokens.shape
     by_step = [np.swapaxes(x, 1, 2).reshape(passes * width, batch) for x in (tokens, np.asarray(out.logprobs))]
-    return _arrival(by_step[0], by_step[1], int((proposed >= 0).any(axis=1).sum())), proposed, np.asarray(out.accepted)
+    arrival = as_arrival(by_step[0], by_step[1], int((proposed >= 0).any(axis=1).sum()))
+    return arrival, proposed, np.asarray(out.accepted)

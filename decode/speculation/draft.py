@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decode.decoder import Decoder
-from decode.sampling import SamplingForm, SamplingParams, SamplingValues, _argmax, _filter, _gumbel
+from decode.sampling import SamplingForm, SamplingParams, SamplingValues, argmax, filtered, gumbel
 from decode.speculation.accept import log_softmax
 from decode.speculation.proposer import Proposal, SpeculationError
 from decode.speculation.run_cache import RunCache
@@ -128,27 +128,13 @@ class DraftModel:
         Temperature and filters are the target's. A repetition penalty is not applied: what the draft proposes may be
         distributed in any way, as long as it is known.
         """
-        collectives, programs = self.decoder.collectives, self.decoder.programs
-        if cut:
-            head, ids = cut
-            logits = matmul(
-                hidden,
-                head,
-                out_dtype=jnp.dtype(jnp.float32),
-                platform=self.layout.platform,
-                implementation=programs.kernels,
-            )
-            valid = ids >= 0
-        else:
-            logits = model.logits(hidden)
-            ids = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
-            valid = ids < self.decoder.config.vocab_size
-        logits = jnp.where(valid, logits, -jnp.inf)
+        collectives = self.decoder.collectives
+        logits, ids = self._logits(model, cut, hidden)
         if not form.random:
-            return _argmax(logits, logits, ids, collectives)[0], None
-        scores = _filter(logits / values.temperature, values, form, collectives)
-        noise = _gumbel(jnp.asarray(values.seed) ^ NOISE, positions, ids)
-        token, _ = _argmax(scores + noise, logits, ids, collectives)
+            return argmax(logits, logits, ids, collectives)[0], None
+        scores = filtered(logits / values.temperature, values, form, collectives)
+        noise = gumbel(jnp.asarray(values.seed) ^ NOISE, positions, ids)
+        token, _ = argmax(scores + noise, logits, ids, collectives)
         log_q = log_softmax(scores, collectives)
         if not cut:
             return token, log_q
@@ -159,6 +145,32 @@ class DraftModel:
         local = jnp.where((ids >= 0) & (local >= 0) & (local < slots), local, slots)
         whole = jnp.full((log_q.shape[0], slots), -jnp.inf)
         return token, whole.at[:, local].set(log_q, mode="drop")
+
+    def likeliest(self, model: Any, cut: tuple[jax.Array, ...], hidden: jax.Array) -> jax.Array:
+        """hidden [B, D] -> the likeliest tokens int32 [B] among those that it may propose; inside the ``shard_map``.
+
+        model: as ``decode.step.Programs`` builds it. cut: the second of ``leaves``.
+        """
+        logits, ids = self._logits(model, cut, hidden)
+        return argmax(logits, logits, ids, self.decoder.collectives)[0]
+
+    def _logits(self, model: Any, cut: tuple[jax.Array, ...], hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """hidden [B, D] -> float32 [B, n] and the ids int32 [n] of this device's part of what it may propose."""
+        if cut:
+            head, ids = cut
+            logits = matmul(
+                hidden,
+                head,
+                out_dtype=jnp.dtype(jnp.float32),
+                platform=self.layout.platform,
+                implementation=self.decoder.programs.kernels,
+            )
+            valid = ids >= 0
+        else:
+            logits = model.logits(hidden)
+            ids = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+            valid = ids < self.decoder.config.vocab_size
+        return jnp.where(valid, logits, -jnp.inf), ids
 
     def _cut_head(self, vocabulary: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """(rows of the head [S padded, D], their ids int32 [S padded], -1 for padding), split over the mesh."""

@@ -19,7 +19,7 @@ from decode.sampling import SamplingForm, SamplingValues
 from decode.speculation.accept import Verdict, judge
 from decode.speculation.proposer import Proposal, Proposer
 from decode.speculation.run_cache import RunCache
-from decode.step import BATCH, Programs, Rows, _mark
+from decode.step import BATCH, Programs, Rows, mark
 
 MAX_PASSES = 16
 """Most passes in one dispatch: the size of the buffers that it returns."""
@@ -92,7 +92,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             if seen is not None:
                 each = [seen]
                 for at in range(T - 1):
-                    each.append(_mark(each[-1], proposal.tokens[:, at : at + 1], (proposal.meant > at)[:, None]))
+                    each.append(mark(each[-1], proposal.tokens[:, at : at + 1], (proposal.meant > at)[:, None]))
                 seens = jnp.stack(each, axis=1)
             verdict = judge(model.logits(hidden), proposal, positions + 1, seens, values, form, vocab_size, collectives)
             return runs.cache, verdict
@@ -121,7 +121,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             active = ~rows.done
             seen = rows.seen
             if seen is not None:
-                seen = _mark(seen, rows.token[:, None], active[:, None])
+                seen = mark(seen, rows.token[:, None], active[:, None])
             with jax.named_scope("verify"):
                 cache, verdict = check(cache, rows, seen, proposal)
             slots = jnp.arange(k + 1, dtype=jnp.int32)[None]
@@ -135,7 +135,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
             length = rows.length + count
             stopped = jnp.any(stops & kept, axis=1)
             if seen is not None:  # the newest token is marked when it is fed
-                seen = _mark(seen, verdict.tokens, slots < (count - 1)[:, None])
+                seen = mark(seen, verdict.tokens, slots < (count - 1)[:, None])
             places = jnp.where(kept, rows.length[:, None] + 1 + slots, history.shape[1])
             history = history.at[jnp.arange(B)[:, None], places].set(verdict.tokens, mode="drop")
             out = Passes(

@@ -73,7 +73,7 @@ def draw(
 def filter_program(tp: int, form: SamplingForm) -> Callable[..., Any]:
     def run(scores: jax.Array, values: SamplingValues) -> jax.Array:
         ids = tensor_index() * scores.shape[-1] + jnp.arange(scores.shape[-1])
-        return sampling._filter(jnp.where(ids < V, scores, -jnp.inf), values, form, DEFAULT_COLLECTIVES)
+        return sampling.filtered(jnp.where(ids < V, scores, -jnp.inf), values, form, DEFAULT_COLLECTIVES)
 
     return over_mesh(tp, run, (SPLIT, PartitionSpec()), SPLIT)
 
@@ -317,7 +317,7 @@ def test_noise_is_gumbel_and_finite_for_every_word() -> None:
 
 def test_noise_has_the_moments_of_gumbel() -> None:
     seed = SamplingValues.of(SamplingParams(seed=9)).seed
-    noise = np.asarray(jax.jit(sampling._gumbel)(seed, jnp.arange(64), jnp.arange(1024)))
+    noise = np.asarray(jax.jit(sampling.gumbel)(seed, jnp.arange(64), jnp.arange(1024)))
     # 65,536 samples: the mean is known to 1.28 / 256 (one sigma), the variance to about 1 %.
     assert abs(noise.mean() - np.euler_gamma) < 0.025
     assert abs(noise.var() / (math.pi**2 / 6) - 1) < 0.05
@@ -327,7 +327,7 @@ def test_noise_has_the_moments_of_gumbel() -> None:
 
 
 def test_noise_depends_on_seed_position_and_token_only() -> None:
-    gumbel = jax.jit(sampling._gumbel)
+    gumbel = jax.jit(sampling.gumbel)
 
     def noise(seed: int, positions: list[int], ids: list[int]) -> np.ndarray:
         key = SamplingValues.of(SamplingParams(1.0, seed=seed)).seed
@@ -447,7 +447,7 @@ def test_a_large_vocabulary_is_filtered_exactly() -> None:
     logits = np.random.default_rng(10).permutation(np.linspace(-10, 10, vocab, dtype=np.float32))[None]
     values = SamplingValues.of(SamplingParams(1.0, top_k=k))
     form = SamplingParams(1.0, top_k=k).form
-    run = over_mesh(2, lambda scores: sampling._filter(scores, values, form, DEFAULT_COLLECTIVES), (SPLIT,), SPLIT)
+    run = over_mesh(2, lambda scores: sampling.filtered(scores, values, form, DEFAULT_COLLECTIVES), (SPLIT,), SPLIT)
     left = np.asarray(run(logits))[0]
     np.testing.assert_array_equal(left > -np.inf, logits[0] >= np.sort(logits[0])[-k])
     assert (left > -np.inf).sum() == k

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from scipy.stats import chisquare
 
-from decode.sampling import SamplingParams, SamplingValues, _argmax, _filter, _gumbel
+from decode.sampling import SamplingParams, SamplingValues, argmax, filtered, gumbel
 from decode.speculation.accept import Verdict, judge, log_softmax
 from decode.speculation.control import LONGEST_PAUSE, PAUSE, Controller, Tally, candidates
 from decode.speculation.draft import NOISE
 from decode.speculation.ngram import look_up
+from decode.speculation.ngram_index import NgramIndex
 from decode.speculation.proposer import Proposal
 from sharding.collectives import DEFAULT_COLLECTIVES, tensor_index
 from sharding.mesh import TENSOR, make_mesh
@@ -57,6 +58,9 @@ def test_look_up_is_brute_force(texts: list[list[int]], shortest: int) -> None:
         assert bool(matched[row]) == (expected is not None)
         if expected is not None:
             assert tokens[row].tolist() == expected
+        index = NgramIndex(4, shortest)  # the same rule on the host, for the batching engine
+        index.follow(text)
+        assert index.propose(K) == (expected or [])
 
 
 V, ROWS = 8, 3000
@@ -79,14 +83,14 @@ def drawn(tp: int, proposes: str, params: SamplingParams) -> tuple[np.ndarray, n
         ids = tensor_index() * target.shape[-1] + jnp.arange(target.shape[-1])
         tokens, log_qs = [], []
         for at in range(2):
-            scores = _filter(
+            scores = filtered(
                 jnp.broadcast_to(draft[at], (ROWS, draft.shape[-1])) / values.temperature,
                 values,
                 form,
                 DEFAULT_COLLECTIVES,
             )
-            noise = _gumbel(jnp.asarray(values.seed) ^ NOISE, positions[:, at], ids)
-            tokens.append(_argmax(scores + noise, scores, ids, DEFAULT_COLLECTIVES)[0])
+            noise = gumbel(jnp.asarray(values.seed) ^ NOISE, positions[:, at], ids)
+            tokens.append(argmax(scores + noise, scores, ids, DEFAULT_COLLECTIVES)[0])
             log_qs.append(log_softmax(scores, DEFAULT_COLLECTIVES))
         log_q = jnp.stack(log_qs, axis=1)
         if proposes == "one":  # a proposal that was not sampled
@@ -94,8 +98,8 @@ def drawn(tp: int, proposes: str, params: SamplingParams) -> tuple[np.ndarray, n
         proposal = Proposal(jnp.stack(tokens, axis=1), jnp.full(ROWS, 2), log_q)
         logits = jnp.broadcast_to(target, (ROWS, *target.shape))
         verdict = judge(logits, proposal, positions, None, values, form, V, DEFAULT_COLLECTIVES)
-        filtered = _filter(target / values.temperature, values, form, DEFAULT_COLLECTIVES)
-        exact = jnp.exp(log_softmax(filtered, DEFAULT_COLLECTIVES))
+        kept = filtered(target / values.temperature, values, form, DEFAULT_COLLECTIVES)
+        exact = jnp.exp(log_softmax(kept, DEFAULT_COLLECTIVES))
         return verdict, exact
 
     vocab = P(None, TENSOR)

@@ -426,12 +426,13 @@ def test_the_capital_of_france(demo_gguf: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_many_prompts_go_through_the_engine_in_their_order(command: Run, tiny: Path, tmp_path: Path) -> None:
-    """More than ``GROUPED``: each as if alone; a stop string ends the texts that hold it."""
+    """More than ``GROUPED``: each as if alone, with speculation too; a stop string ends the texts that hold it."""
     texts = [f"{number} is a number" for number in range(generate.GROUPED + 3)]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
     expected = [answer(tiny, tokens_of(text), 6) for text in texts]
     stop = text_of(expected[0])[2:4]
     options = ["--model", tiny, "--prompts-file", tmp_path / "prompts.txt", "--batch", "1", "--max-new-tokens", "6"]
+    options += ["--speculate", "ngram", "--k", "1"]
     status, out, err = command(*options, "--stop", stop, "--json", tmp_path / "found.json")
     assert (status, "error" in err) == (0, False)
     shown = [text_of(tokens).split(stop)[0] for tokens in expected]
@@ -445,3 +446,4 @@ def test_many_prompts_go_through_the_engine_in_their_order(command: Run, tiny: P
     for one, tokens in zip(found["completions"], expected, strict=True):
         assert one["token_ids"] == tokens[: one["generated_tokens"]]
     assert found["tokens_per_s"] > 0
+    assert found["engine"]["accepted_tokens"] <= found["engine"]["proposed_tokens"]

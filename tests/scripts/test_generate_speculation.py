@@ -65,6 +65,15 @@ def test_what_does_not_fit_is_refused(
     assert told in capsys.readouterr().err
 
 
+def test_a_penalty_and_many_prompts_are_refused(
+    in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("a\n" * 40)
+    many = ("--prompts-file", tmp_path / "prompts", "--speculate", "ngram", "--repetition-penalty", "1.1")
+    assert call(tiny, *many) == 1
+    assert "--speculate and --repetition-penalty do not go together for 41 prompts" in capsys.readouterr().err
+
+
 def test_drafts_that_do_not_fit_are_refused(
     in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

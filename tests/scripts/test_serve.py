@@ -73,13 +73,15 @@ def ask(url: str, prompt: str, **options: Any) -> httpx.Response:
 
 def test_a_server_from_start_to_end(tiny: Path) -> None:
     """It answers /health while it compiles, then as plain decoding does, and on SIGTERM ends what runs and itself."""
-    process = start(tiny, "--served-name", "tiny")
+    process = start(tiny, "--served-name", "tiny", "--speculate", "ngram", "--k", "1")
     with ended([process]):
         url = url_of(process)
         assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
         wait_ready(process)
         assert httpx.get(f"{url}/ready").status_code == 200
-        assert ask(url, "abc").json()["choices"][0]["text"] == solo(tiny, "abc")
+        for prompt in ("abc", "abc abc abc abc"):
+            assert ask(url, prompt).json()["choices"][0]["text"] == solo(tiny, prompt)
+        assert "shardstream_proposed_tokens_total" in httpx.get(f"{url}/metrics").text
         answers: list[httpx.Response] = []
         running = threading.Thread(target=lambda: answers.append(ask(url, "xyz", n=32, ignore_eos=True)))
         running.start()
@@ -104,9 +106,10 @@ def test_a_signal_while_it_compiles(tiny: Path) -> None:
 
 @pytest.mark.xdist_group("several-processes")
 def test_two_processes_say_what_one_says(tiny: Path) -> None:
-    """Process 0 serves; the other follows, and ends with it."""
+    """Process 0 serves; the other follows, also where a draft model proposes, and ends with it."""
     together = ("--coordinator", f"127.0.0.1:{free_port()}", "--process-count", "2")
-    processes = [start(tiny, *together, "--process-id", str(index)) for index in range(2)]
+    draft = ("--speculate", str(tiny), "--k", "1")
+    processes = [start(tiny, *together, *draft, "--process-id", str(index)) for index in range(2)]
     with ended(processes):
         url = url_of(processes[0])
         wait_ready(processes[0])
@@ -127,6 +130,10 @@ def test_two_processes_say_what_one_says(tiny: Path) -> None:
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1"),
         (["--max-len", "65"], "max_len is 65; this model allows 2 to 64"),
         (["--group", "32"], "--group and --quant-rule go with --quant"),
+        (["--k", "3"], "--k goes with --speculate"),
+        (["--speculate", "ngram", "--k", "0"], "--k is 0; a pass takes from 1 to 15 proposals"),
+        (["--speculate", "ngram", "--k", "9", "--max-len", "9"], "k is 9, and a request has room for 9 positions"),
+        (["--speculate", "/no/such/draft"], "no file or folder"),
     ],
 )
 def test_wrong_usage(tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

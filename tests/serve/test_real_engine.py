@@ -14,6 +14,7 @@ import pytest
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from model.checkpoint.resolve import open_model
+from tests.decode.batching.engines import Fixed
 from tests.decode.running import make_decoder, small_tensors
 from tests.model.checkpoint_files import write_hf
 from tests.scripts.tiny import BYTES, CONFIG, EOS, answer, text_of, tokens_of, write_tiny
@@ -39,7 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
     model = open_model(str(folder))
-    engine = Engine(make_decoder(model), EngineOptions(max_batch=4, token_budget=16, pages=12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.batching.engine.StepTimeFit", Fixed)
+        engine = Engine(make_decoder(model), EngineOptions(max_batch=4, token_budget=16, pages=12, proposals=1))
     engine.start()
     with live_server(engine, model.load_tokenizer()) as server:
         yield server
@@ -59,7 +62,8 @@ def solo(folder: Path, prompt: str, **sampling: Any) -> str:
 
 
 def test_many_at_once_get_what_each_gets_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:
-    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted."""
+    """More requests than slots, and few pages: they wait, join, leave, share prefixes and are preempted. All of them
+    speculate where there is something to propose."""
     cases: list[tuple[str, dict[str, Any]]] = [
         (
             f"{'shared beginning, ' * (i % 2)}number {i}",
@@ -90,7 +94,7 @@ def test_a_second_turn_computes_only_what_is_new(client: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == 16
 
 
-def test_log_probabilities_are_the_models(client: openai.OpenAI) -> None:
+def test_log_probabilities_are_the_models(live: Live, client: openai.OpenAI) -> None:
     choice = client.completions.create(model=NAME, prompt="abc", max_tokens=5, temperature=0, logprobs=3).choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.top_logprobs
@@ -99,9 +103,13 @@ def test_log_probabilities_are_the_models(client: openai.OpenAI) -> None:
         assert len(top) == 3
         assert own == max(top.values())  # greedy takes the likeliest
     biased = client.completions.create(
-        model=NAME, prompt="abc", max_tokens=2, temperature=0, logit_bias={str(BYTES.index(ord("q"))): 100}
+        model=NAME, prompt="abc", max_tokens=9, temperature=0, logit_bias={str(BYTES.index(ord("q"))): 100}
     )
-    assert biased.choices[0].text == "qq"
+    assert biased.choices[0].text == 9 * "q"
+    told, stats = live.get("/metrics").text, live.engine.stats()
+    assert stats.proposed_tokens >= stats.accepted_tokens >= 3  # who repeats itself is easily foretold
+    assert f"shardstream_proposed_tokens_total {float(stats.proposed_tokens)}" in told
+    assert f"shardstream_accepted_tokens_total {float(stats.accepted_tokens)}" in told
 
 
 def test_a_poisoned_prompt_fails_alone(live: Live, client: openai.OpenAI, folder: Path) -> None:

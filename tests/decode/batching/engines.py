@@ -15,6 +15,8 @@ from decode.batching.options import EngineOptions
 from decode.batching.request import Request, Ticket
 from decode.decoder import Decoder
 from decode.sampling import SamplingParams
+from decode.speculation.draft import DraftModel
+from roofline.step_time import StepTime, StepTimeFit
 from tests.decode.running import Row, make_decoder, run, small_model
 from tests.model.checkpoint_files import small_config
 
@@ -28,16 +30,28 @@ EVERYTHING = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, r
 """Every part of the sampler at once. Its values differ from request to request by ``replace``."""
 
 
+class Fixed(StepTimeFit):
+    """In place of what the machine takes: rows and prompt tokens cost next to nothing, so speculation always pays."""
+
+    def __init__(self, start: StepTime):
+        super().__init__(StepTime(10.0, 1e-6, 1e-6, 0.0))
+
+    def saw(self, rows: int, prompt_tokens: int, positions: int, seconds: float) -> None:
+        pass
+
+
 @functools.cache
 def decoder(tp: int = 1) -> Decoder:
     return make_decoder(small_model(CONFIG), tp)
 
 
 @contextmanager
-def running(tp: int = 1, own: Decoder | None = None, **changes: object) -> Iterator[Engine]:
+def running(
+    tp: int = 1, own: Decoder | None = None, draft: DraftModel | None = None, **changes: object
+) -> Iterator[Engine]:
     """A started engine, closed at the end; options differ from ``OPTIONS`` by ``changes``. At the end every request is
     accounted for and every page is back."""
-    engine = Engine(own or decoder(tp), replace(OPTIONS, **changes))  # type: ignore[arg-type]
+    engine = Engine(own or decoder(tp), replace(OPTIONS, **changes), draft)  # type: ignore[arg-type]
     engine.start()
     try:
         yield engine

@@ -13,7 +13,9 @@ from decode.batching.pages import PagePool, root
 from decode.batching.request import Event, RefusedError, Request, Ticket
 from decode.batching.scheduler import Scheduler
 from decode.batching.shapes import Shapes
+from decode.batching.speculation import Speculation
 from decode.batching.targets import Targets
+from decode.speculation.ngram_index import NgramIndex
 from roofline import goodput
 from roofline.step_time import StepTime, StepTimeFit
 
@@ -41,8 +43,30 @@ class Outcome:
     ticket: Ticket | None = None
 
 
+class Guesser(NgramIndex):
+    """Proposes what will come, but every so often something else, and at times nothing at all."""
+
+    def __init__(self, simulation: Simulation):
+        super().__init__()
+        self.simulation = simulation
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    def propose(self, k: int) -> list[int]:
+        rng = self.simulation.rng
+        if rng.random() < 0.2:
+            return []
+        whole = self.simulation.whole(self.tokens)[len(self.tokens) :][:k]
+        return [token if rng.random() < 0.8 else rng.randrange(2, 1000) for token in (whole + [7] * k)[:k]]
+
+
 class Simulation:
-    """An engine without a device: ``device`` says how long a step takes, and tokens are those of ``output_of``."""
+    """An engine without a device: ``device`` says how long a step takes, and tokens are those of ``output_of``.
+
+    It remembers which token each slot of a page was computed for, and what a step reads must be the request's own. So
+    must what a draft model reads, where one proposes.
+    """
 
     def __init__(
         self,
@@ -57,10 +81,18 @@ class Simulation:
         max_queue: int = 10**6,
         keep: bool = True,
         jitter: float = 0.05,
+        proposals: int = 0,
+        draft: bool = False,
     ):
         self.device, self.jitter, self.rng = device, jitter, random.Random(0)
         self.fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
-        self.shapes = Shapes.of(max_batch, token_budget)
+        self.shapes = Shapes.of(max_batch, token_budget, proposals)
+        self.page_size, self.held = page_size, dict[tuple[int, int], int]()
+        self.draft, self.drafted = draft, dict[tuple[int, int], int]()
+        speculation = None
+        if proposals:
+            draft_s = (lambda jobs, ahead: 0.0) if draft else None
+            speculation = Speculation(proposals, self.shapes, self.fit, index=lambda: Guesser(self), draft_s=draft_s)
         for rows, prompt in self.shapes.all():  # what the engine measures when it starts
             self.fit.saw(rows, prompt, 0, device.seconds(rows, prompt, 0))
         self.pool = PagePool(pages, keep=keep)
@@ -74,6 +106,7 @@ class Simulation:
             max_batch=max_batch,
             max_queue=max_queue,
             deliver=self._deliver,
+            speculation=speculation,
         )
         self.now, self.free_at = 0.0, 0.0
         self.sent: deque[tuple[Plan, float, float]] = deque()
@@ -97,6 +130,9 @@ class Simulation:
         plan = self.scheduler.schedule(self.now, self.free_at) if len(self.sent) < IN_FLIGHT else None
         if plan is not None:
             self.plans.append(plan)
+            if self.draft:
+                self._propose(plan)
+            self._compute(plan)
             seconds = self.device.seconds(plan.R, plan.C, plan.context) * self.rng.uniform(1, 1 + self.jitter)
             self.free_at = max(self.now, self.free_at) + seconds
             self.sent.append((plan, self.free_at, seconds))
@@ -134,6 +170,51 @@ class Simulation:
         ]
         found = goodput.goodput(served, ttft_target_s=ttft_s, tpot_target_s=tpot_s, seconds=seconds)
         return found.good_requests_per_s
+
+    def whole(self, tokens: Sequence[int]) -> list[int]:
+        """The prompt and output of the request that these tokens are the beginning of."""
+        for outcome in reversed(self.outcomes):
+            found = [*outcome.request.prompt, *outcome.expected]
+            if found[: len(tokens)] == list(tokens):
+                return found
+        return list(tokens)
+
+    def _compute(self, plan: Plan) -> None:
+        """Write a step's tokens to their pages, then read what each of its rows and pieces attends to."""
+        pieces = [*plan.rows, *plan.pieces]
+        for piece in pieces:
+            for at in range(piece.start, piece.start + piece.count):
+                token = self._known(piece.job, at)
+                if piece.proposal is not None:
+                    token = plan.proposals[piece.job][-2 - piece.proposal] if self.draft else piece.proposal
+                self.held[self._slot(piece.job, at)] = token
+        for piece in pieces:
+            end = piece.start + piece.count
+            guesses = dict(enumerate(plan.proposals.get(piece.job, []), piece.job.computed))
+            expected = [guesses.get(at, self._known(piece.job, at)) for at in range(end)]
+            assert [self.held[self._slot(piece.job, at)] for at in range(end)] == expected
+
+    def _propose(self, plan: Plan) -> None:
+        """What the draft of ``decode.batching.draft`` does: fill, check what it then reads, and propose."""
+        for piece in plan.fills:
+            for at in range(piece.start, piece.start + piece.count):
+                self.drafted[self._slot(piece.job, at)] = piece.job.tokens[at]
+        for job, asked in plan.proposals.items():
+            newest = len(job.tokens) - 1
+            for at in (newest - 1, newest):
+                self.drafted[self._slot(job, at)] = job.tokens[at]
+            assert [self.drafted[self._slot(job, at)] for at in range(newest + 1)] == job.tokens
+            guesser = Guesser(self)
+            guesser.follow(job.tokens)
+            asked[:] = guesser.propose(len(asked)) or [7] * len(asked)
+            for ahead, token in enumerate(asked[:-1], newest + 1):
+                self.drafted[self._slot(job, ahead)] = token
+
+    def _slot(self, job: Job, position: int) -> tuple[int, int]:
+        return job.pages[position // self.page_size], position % self.page_size
+
+    def _known(self, job: Job, position: int) -> int:
+        return job.request.prompt[position] if position < job.prompt_len else self._token(job, position)
 
     def _token(self, job: Job, position: int) -> int:
         expected = self._of[job.ticket.id].expected

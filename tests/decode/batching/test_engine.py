@@ -15,6 +15,8 @@ from decode.decoder import Decoder, NumericsError
 from tests.decode.batching.engines import CONFIG, EVERYTHING, GREEDY, OPTIONS, alone, decoder, finished, running
 from tests.decode.running import log_softmax, make_decoder, run, small_model, some_tokens
 
+pytestmark = pytest.mark.xdist_group("engines")  # one process compiles for all
+
 TOLERANCE = 2e-5
 """On float32 log-probabilities: products of one row and of several rows add up in different orders."""
 

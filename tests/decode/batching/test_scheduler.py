@@ -15,11 +15,22 @@ from tests.decode.batching.simulated import STOP, Simulation
 DEVICE = StepTime(1e-3, 1e-4, 1e-5, 0.0)
 
 
-@given(seed=st.integers(0, 10**6), pages=st.integers(6, 30), keep=st.booleans(), batch=st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
-def test_random_company_changes_no_output_and_loses_no_page(seed: int, pages: int, keep: bool, batch: int) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    pages=st.integers(6, 30),
+    keep=st.booleans(),
+    batch=st.integers(1, 6),
+    proposals=st.sampled_from([0, 1, 4, 15]),
+    draft=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_random_company_changes_no_output_and_loses_no_page(
+    seed: int, pages: int, keep: bool, batch: int, proposals: int, draft: bool
+) -> None:
     rng = random.Random(seed)
-    simulation = Simulation(DEVICE, max_batch=batch, pages=pages, page_size=4, token_budget=32, keep=keep)
+    simulation = Simulation(
+        DEVICE, max_batch=batch, pages=pages, page_size=4, token_budget=32, keep=keep, proposals=proposals, draft=draft
+    )
     prefixes = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 12))] for _ in range(2)]
     live = []
     for _ in range(rng.randrange(1, 25)):
@@ -143,3 +154,6 @@ def test_shapes_are_few_and_hold_what_fits() -> None:
     assert Shapes.of(3, 48, fine=True) == Shapes((1, 2, 3), (3,), (16, 48))
     assert Shapes.of(1, 5) == Shapes((1,), (1,), (16,))
     assert Shapes.of(3, 32) == Shapes((1, 2, 3), (3,), (16, 32))
+    assert Shapes.of(16, 16, 4) == Shapes((1, 2, 4, 5, 8, 16, 32, 64), (4, 16), (16,))
+    assert Shapes.of(1, 16, 3).rows == (1, 2, 4)
+    assert Shapes.of(100, 16, 3).rows[-1] == 100

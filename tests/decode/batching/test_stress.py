@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from tests.decode.batching.stress import stress
+
+pytestmark = pytest.mark.xdist_group("engines")
 
 
 def test_random_load_changes_no_text_and_loses_nothing() -> None:
