@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from decode.batching.jobs import Guess, Job, Piece
 from decode.batching.shapes import Shapes
-from decode.speculation.control import LONGEST_PAUSE, MARGIN, PRIOR, RowEstimate
+from decode.speculation.control import DRAFT_PRIOR, LONGEST_PAUSE, MARGIN, PRIOR, RowEstimate
 from decode.speculation.ngram_index import NgramIndex
 from roofline.step_time import StepTimeFit
 
@@ -63,12 +63,13 @@ class Speculation:
     ):
         self.k, self.shapes, self.fit, self.limit_s, self._index = k, shapes, fit, limit_s, index
         self._draft_s = draft_s
+        self._prior = PRIOR if draft_s is None else DRAFT_PRIOR
         self.host_s = 0.0
 
     def admitted(self, job: Job, drafted: int) -> None:
         """A job joins the batch, for the first time or again; so many of its positions a draft has computed already."""
         if job.guess is None and job.request.sampling.repetition_penalty == 1 and job.request.max_new_tokens > 1:
-            job.guess = Guess(None if self._draft_s else self._index())
+            job.guess = Guess(None if self._draft_s else self._index(), RowEstimate.of(self._prior))
         if job.guess is not None:
             job.guess.drafted = drafted
 
@@ -117,8 +118,8 @@ class Speculation:
         if guess is None:
             return
         guess.passed_over += 1
-        if guess.passed_over >= guess.pause and guess.estimate.acceptance < PRIOR[0]:
-            guess.estimate, guess.passed_over = RowEstimate(), 0
+        if guess.passed_over >= guess.pause and guess.estimate.acceptance < self._prior[0]:
+            guess.estimate, guess.passed_over = RowEstimate.of(self._prior), 0
             guess.pause = min(2 * guess.pause, LONGEST_PAUSE)
 
     def judged(self, job: Job, proposed: int, accepted: int) -> None:

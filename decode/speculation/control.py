@@ -12,6 +12,9 @@ from roofline.speculation import expected_tokens
 PRIOR = 0.7, 4.0
 """Acceptance assumed of a new request, and how many proposals that is worth: enough to try, soon outweighed."""
 
+DRAFT_PRIOR = 0.4, 4.0
+"""The same for a draft, whose proposals cost its passes: it begins with few, which lose little where they fall."""
+
 MEMORY = 0.97
 """What each pass leaves of the weight of those before it, so that a change of subject is noticed."""
 
@@ -37,6 +40,11 @@ class RowEstimate:
     stood: float = PRIOR[0] * PRIOR[1]
     tried: float = PRIOR[1]
 
+    @classmethod
+    def of(cls, prior: tuple[float, float]) -> RowEstimate:
+        """An open mind: (acceptance, proposals that it is worth)."""
+        return cls(prior[0] * prior[1], prior[1])
+
     def update(self, proposed: int, accepted: int) -> None:
         """A pass: what comes after the first refusal was not looked at."""
         tried = min(accepted + 1, proposed)
@@ -58,17 +66,19 @@ class Controller:
     Args:
         costs: seconds of a pass by number of proposals; 0 is a plain step.
         rows: how many requests there are.
-        k: use always this many, and never stop; None adapts.
+        fixed: use always this many, and never stop; None adapts.
+        prior: what to think of a request that has made no proposals yet.
     """
 
     costs: Mapping[int, float]
     rows: int
     fixed: int | None = None
+    prior: tuple[float, float] = PRIOR
     estimates: list[RowEstimate] = field(default_factory=list)
     pause: int = PAUSE
 
     def __post_init__(self) -> None:
-        self.estimates = [RowEstimate() for _ in range(self.rows)]
+        self.estimates = [RowEstimate.of(self.prior) for _ in range(self.rows)]
 
     def choose(self, active: Sequence[bool]) -> int:
         """The number of proposals of the next passes; 0 says that a plain step is the better."""
@@ -91,7 +101,7 @@ class Controller:
     def paused(self) -> int:
         """Tokens to decode plainly before the next try. Rows begin that try with an open mind."""
         now, self.pause = self.pause, min(self.pause * 2, LONGEST_PAUSE)
-        self.estimates = [RowEstimate() for _ in range(self.rows)]
+        self.estimates = [RowEstimate.of(self.prior) for _ in range(self.rows)]
         return now
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from decode.cache import KVCache, check_fits
 from decode.decoder import DISPATCH_SECONDS, STOP_SLOTS, Arrival, Decoder, PromptError, abstract_values, as_arrival
 from decode.sampling import SamplingForm, SamplingParams
-from decode.speculation.control import Controller, Tally, candidates
+from decode.speculation.control import DRAFT_PRIOR, PRIOR, Controller, Tally, candidates
 from decode.speculation.program import MAX_PASSES, Passes, Standing, speculate
 from decode.speculation.proposer import MOST_PROPOSALS, Proposer, SpeculationError
 from decode.step import BATCH, MAX_STEPS, SEEN, Rows
@@ -157,7 +157,8 @@ class SpeculativeDecoder:
         stop_ids, values = decoder.step_args(stop_token_ids, sampling)
         ends = [min(len(prompt) + max_new_tokens, max_len) for prompt in prompts]
         costs = self.costs(batch, max_len, sampling)
-        control = Controller(costs, batch, fixed=None if self.adaptive else self.k)
+        prior = DRAFT_PRIOR if self.proposer.always else PRIOR
+        control = Controller(costs, batch, fixed=None if self.adaptive else self.k, prior=prior)
         cache, rows, logprob = decoder.start(prompts, ends, room, sampling)
         state = self.proposer.begin(prompts, room)
         first = np.asarray(rows.token)

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from decode.sampling import SamplingParams, SamplingValues, argmax, filtered, gumbel
 from decode.speculation.accept import Verdict, judge, log_softmax
-from decode.speculation.control import LONGEST_PAUSE, PAUSE, Controller, Tally, candidates
+from decode.speculation.control import DRAFT_PRIOR, LONGEST_PAUSE, PAUSE, Controller, Tally, candidates
 from decode.speculation.draft import NOISE
 from decode.speculation.ngram import look_up
 from decode.speculation.ngram_index import NgramIndex
@@ -198,6 +198,19 @@ def test_each_request_is_estimated_by_itself() -> None:
     assert control.choose([True, False]) == 4
     assert control.choose([False, True]) == 0
     assert control.choose([False, False]) == 0
+
+
+def test_a_draft_begins_with_few_proposals() -> None:
+    """Where proposals cost passes of a draft, the first tries are cheap ones; acceptance soon decides."""
+    costs = {0: 1.0, 1: 1.1, 2: 1.35, 4: 1.6}
+    assert Controller(costs, 1).choose([True]) == 4
+    control = Controller(costs, 1, prior=DRAFT_PRIOR)
+    assert control.choose([True]) == 1
+    control.update(*passes(1, 0, 20))
+    assert control.choose([True]) == 0
+    control = Controller(costs, 1, prior=DRAFT_PRIOR)
+    control.update(*passes(1, 1, 30))
+    assert control.choose([True]) == 4
 
 
 def test_pauses_grow_and_end_with_an_open_mind() -> None:
