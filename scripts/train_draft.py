@@ -90,13 +90,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive, default=4, metavar="N", help="passes over the text (default 4)")
-    training.add_argument("--batch", type=positive, default=4, metavar="N", help="texts a step (default 4)")
+    training.add_argument("--batch", type=positive, default=1, metavar="N", help="texts a step (default 1)")
     training.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default 0.001)")
     training.add_argument("--warmup", type=not_negative, default=40, metavar="N", help="steps to the peak (default 40)")
     training.add_argument("--clip", type=float, default=1.0, metavar="X", help="largest gradient norm (default 1)")
     training.add_argument("--seed", type=not_negative, default=0)
     training.add_argument(
-        "--checkpoint-every", type=positive, default=100, metavar="N", help="steps between checkpoints (default 100)"
+        "--checkpoint-every", type=positive, default=400, metavar="N", help="steps between checkpoints (default 400)"
     )
 
     machine = parser.add_argument_group("machine")
