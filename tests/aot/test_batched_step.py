@@ -14,6 +14,7 @@ import pytest
 from decode.batching.paged_cache import TILE, abstract_pages
 from decode.batching.program import Packing, step
 from decode.decoder import Decoder
+from decode.speculation.proposer import MOST_PROPOSALS
 from decode.step import SEEN, Programs
 from model.presets import preset
 from sharding.hlo import collective_of
@@ -49,10 +50,11 @@ def compiled(name: str, cache_dtype: str) -> tuple[Any, Any, str]:
 
     V = layout.padded_shape((config.vocab_size,), ("vocab",))[0]
     slots = array((SLOTS,), jnp.int32, (None,)), array((SLOTS, V), bool, SEEN), array((SLOTS, V), jnp.float32, SEEN)
+    proposals = array((SLOTS, MOST_PROPOSALS), jnp.int32, (None, None))
     vector = array((shape.size,), jnp.int32, (None,))
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):  # tells kernels which chip they are for
         return (
-            step(programs, shape).lower(programs.abstract_params(), cache, *slots, vector).compile(),
+            step(programs, shape).lower(programs.abstract_params(), cache, *slots, proposals, vector).compile(),
             cache,
             layout.platform,
         )

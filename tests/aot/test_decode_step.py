@@ -77,7 +77,7 @@ class TestStep:
         found = facts(*case)
         assert found["alias_bytes"] >= found["cache_bytes"]
         # None of it is fetched whole to be updated on the chip; a few numbers a row, of the step's own, are.
-        assert found["written_back_bytes"] < 4096
+        assert found["written_back_bytes"] < 16384  # rows of state
         assert found["temp_bytes"] < 16 * MIB
 
     def test_reads_what_it_must(self, case: tuple[Any, ...]) -> None:
