@@ -45,8 +45,15 @@ class ManyRun:
             "first_token_s": self.first_s,
             "tpot_s": statistics.median(self.tpots_s) if self.tpots_s else None,
             "tokens_per_s": self.stats.generated_tokens / self.seconds,
-            "engine": asdict(self.stats),
+            "engine": {**asdict(self.stats), "shapes_s": self._shapes()},
         }
+
+    def _shapes(self) -> list[dict[str, float]]:
+        """Each shape that steps ran in, as JSON, which has no pairs as keys."""
+        return [
+            {"rows": rows, "prompt_tokens": prompt, "s": seconds, "predicted_s": predicted}
+            for (rows, prompt), (seconds, predicted) in sorted(self.stats.shapes_s.items())
+        ]
 
     def report_lines(self, batch: int) -> list[str]:
         """The same for people."""

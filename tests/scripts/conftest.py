@@ -17,11 +17,14 @@ from sharding.bandwidth import ReadProbe, measure_read_bandwidth
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """For tests that call ``main``: eight CPU devices, no compilation cache, a cache folder of their own."""
     assert jax.device_count() == 8  # and so JAX has started
-    kept = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    kept = {name: getattr(jax.config, name) for name in names}
+    for name, off in zip(names, (False, None), strict=True):
+        jax.config.update(name, off)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = functools.partial(measure_read_bandwidth, total_bytes=1 << 20, repeats=2)
     monkeypatch.setattr(generate, "measure_read_bandwidth", small)
     monkeypatch.setattr(bench_decode, "ReadProbe", functools.partial(ReadProbe, total_bytes=1 << 20))
     yield
-    jax.config.update("jax_enable_compilation_cache", kept)
+    for name, value in kept.items():
+        jax.config.update(name, value)

@@ -107,7 +107,7 @@ def test_log_probabilities_are_the_models(live: Live, client: openai.OpenAI) -> 
     )
     assert biased.choices[0].text == 9 * "q"
     told, stats = live.get("/metrics").text, live.engine.stats()
-    assert stats.proposed_tokens >= stats.accepted_tokens >= 3  # who repeats itself is easily foretold
+    assert stats.proposed_tokens >= stats.accepted_tokens  # how many depends on what steps were seen to cost
     assert f"shardstream_proposed_tokens_total {float(stats.proposed_tokens)}" in told
     assert f"shardstream_accepted_tokens_total {float(stats.accepted_tokens)}" in told
 
