@@ -54,7 +54,7 @@ def command(in_process: None, capsys: pytest.CaptureFixture[str], monkeypatch: p
     return call
 
 
-@pytest.mark.parametrize(("form", "counts"), [("psum", [1, 2, 3]), ("scatter", [1, 3])])
+@pytest.mark.parametrize(("form", "counts"), [("psum", [1, 2]), ("scatter", [1, 3])])
 def test_a_run_at_several_counts(command: Run, tiny: Path, tmp_path: Path, form: str, counts: list[int]) -> None:
     target, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
     options = ["--model", tiny, "--tp", ",".join(map(str, counts)), *SHORT, "--json", target, "--collective", form]
@@ -89,7 +89,7 @@ def test_a_run_at_several_counts(command: Run, tiny: Path, tmp_path: Path, form:
         assert row["collectives_per_step"] == kinds
     assert found["verdict"] in out
     assert "CPU devices share" in out
-    if found["device"]["cpu_cores"] < 3:
+    if max(counts) > max(2, found["device"]["cpu_cores"]):
         assert "3 (functional only)" in out
     if drawn:
         assert picture.read_bytes().startswith(b"\x89PNG")
