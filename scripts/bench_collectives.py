@@ -129,8 +129,7 @@ def bench(args: argparse.Namespace) -> None:
     for count, mesh in meshes.items():
         if not owns_a_device(mesh):
             continue
-        here = sum(one.process_index == jax.process_index() for one in mesh.devices.flat)
-        with one_core.held_to(one_core.own_cores(here) if args.threads_per_device else None):
+        with one_core.held_to(one_core.own_cores(len(mesh.local_devices)) if args.threads_per_device else None):
             rows += [result(op, count, measure(mesh, op, args.sizes, args.rounds)) for op in args.ops]
             sum_of_one = result("all_reduce", count, measure(mesh, "all_reduce", (4, 1024), args.rounds))
             skew[count] = measure_skew(mesh, sum_of_one["alpha_us"] / 1e6, args.rounds)

@@ -267,7 +267,7 @@ def _measure(
         limit = Bandwidth.of([*samples.reads, samples.limit], samples.case.tp)
         moved = step_bytes(count.decoder, args.batch, samples.case.context)
         facts = step_facts(count.decoder, moved, samples.measured_s, limit, count.step.program.as_text())
-        found[samples.case] = samples, {**facts, "devices_here": _devices_here(count.layout)}
+        found[samples.case] = samples, {**facts, "devices_here": len(count.layout.mesh.local_devices)}
     return found
 
 
@@ -280,18 +280,13 @@ def _build(
     moved = step_bytes(decoder, args.batch, case.context)
     samples = Samples(case, moved.weights, moved.cache)
     step = Chain(decoder, args.batch, args.context, args.steps)
-    cores = one_core.own_cores(_devices_here(layout)) if args.threads_per_device else None
+    cores = one_core.own_cores(len(layout.mesh.local_devices)) if args.threads_per_device else None
     if layout.tp == 1:
         return Count(layout, decoder, samples, cores, step)
     bare = Decoder(case.config, params, layout, dtype, collectives=replace(collectives, removed=True))
     removed = Chain(bare, args.batch, args.context, args.steps)
     alone = CollectiveChain(layout.mesh, [_chained(call, layout) for call in step_collectives(case)])
     return Count(layout, decoder, samples, cores, step, removed=removed, alone=alone)
-
-
-def _devices_here(layout: Layout) -> int:
-    """Devices of the mesh that this process drives."""
-    return sum(device.process_index == jax.process_index() for device in layout.mesh.devices.flat)
 
 
 def _chained(call: Call, layout: Layout) -> Step:
@@ -377,7 +372,7 @@ def _measure_constants(
             mesh = layout.mesh if devices == tp else make_mesh(devices, devices)
             if owns_a_device(mesh) and not any((row["op"], row["devices"]) == (op, devices) for row in rows):
                 span = {*sent, CONSTANT_SPAN * max(sent)}
-                with one_core.held_to(one_core.own_cores(_devices_here(layout)) if one_core_each else None):
+                with one_core.held_to(one_core.own_cores(len(layout.mesh.local_devices)) if one_core_each else None):
                     rows.append(result(op, devices, measure(mesh, op, sorted(span), rounds=5)))
     calls = fitted(rows)
     skew = {
