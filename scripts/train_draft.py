@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from decode.decoder import Decoder
+from kernels.native.build import has_bf16_tiles
 from model.checkpoint.orbax import save_params
 from model.checkpoint.orbax_folder import check_destination
 from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
@@ -81,15 +82,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     text = parser.add_argument_group("the text")
     text.add_argument("--text", metavar="FILE", help="learn from this text in UTF-8 instead of the teacher's own")
-    text.add_argument("--rows", type=positive, default=576, metavar="N", help="texts the teacher writes (default 576)")
+    text.add_argument(
+        "--rows", type=positive, default=1896, metavar="N", help="texts the teacher writes (default 1896)"
+    )
     text.add_argument("--length", type=positive, default=256, metavar="N", help="tokens of a text (default 256)")
     text.add_argument(
-        "--write-batch", type=positive, default=48, metavar="N", help="texts written together (default 48)"
+        "--write-batch", type=positive, default=192, metavar="N", help="texts written together (default 192)"
     )
     text.add_argument("--held-out", type=positive, default=24, metavar="N", help="texts only measured on (default 24)")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=positive, default=4, metavar="N", help="passes over the text (default 4)")
+    training.add_argument("--epochs", type=positive, default=2, metavar="N", help="passes over the text (default 2)")
     training.add_argument("--batch", type=positive, default=1, metavar="N", help="texts a step (default 1)")
     training.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default 0.001)")
     training.add_argument("--warmup", type=not_negative, default=40, metavar="N", help="steps to the peak (default 40)")
@@ -102,7 +105,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel devices (default: all)")
     add_device_options(machine)
-    machine.add_argument("--dtype", choices=list(DTYPES), help="of forward passes; default: bf16, on CPU f32")
+    machine.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of forward passes; default: bf16, and f32 on a CPU without bf16 tiles (AMX)",
+    )
     return parser.parse_args(argv)
 
 
@@ -126,7 +133,7 @@ def train(args: argparse.Namespace) -> None:
         )
     layout = Layout(make_mesh(args.tp or jax.device_count(), model.config.num_kv_heads))
     check_mesh(layout)
-    dtype = DTYPES[args.dtype or default_dtype()]
+    dtype = DTYPES[args.dtype or ("bf16" if has_bf16_tiles() else default_dtype())]
     tokenizer = model.load_tokenizer()
     _agree(work, args, dtype, layout.tp)
 

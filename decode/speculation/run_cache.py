@@ -39,3 +39,17 @@ class RunCache:
         implementation: str | None = None,
     ) -> Partial:
         return self.cache.attend(layer, q, positions, platform=platform, implementation=implementation)
+
+    def extend(
+        self,
+        layer: jax.Array | int,
+        heads: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        *,
+        platform: str,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, RunCache] | None:
+        """As ``KVCache.extend``, whose one call stores a run wherever it begins."""
+        extended = self.cache.extend(layer, heads, rope, positions, platform=platform, implementation=implementation)
+        return None if extended is None else (extended[0], RunCache(extended[1]))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.matmul import cpu_native, reference, xla
-from kernels.native.product import not_taken
+from kernels.native.product import not_taken, outrun
 from kernels.quantized import QuantizedWeight
 from kernels.quantized_matmul import quantized_matmul
 from kernels.select import select
@@ -72,4 +72,6 @@ def choose(
 
     others: what else the operation reads in a dtype of its own, such as a norm's scale; None is nothing.
     """
+    if implementation is None and platform == "cpu" and outrun(x, weight):
+        return "xla"
     return select(operation, implementation, platform, IMPLEMENTATIONS, lambda: not_taken(x, weight, *others))

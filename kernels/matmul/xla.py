@@ -30,6 +30,8 @@ def matmul(x: jax.Array, weight: jax.Array, *, platform: str) -> jax.Array:
             # inner loop.
             x, weight = lax.optimization_barrier((x, weight))
             return jnp.sum(weight.astype(jnp.float32)[None] * x.astype(jnp.float32)[:, None, :], axis=-1)
+        if x.dtype == weight.dtype:  # as it is: a CPU with tiles for bf16 multiplies it 3 to 6 times as fast as float32
+            return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     # float32 stays float32 where the platform's default is less; bf16 is as it is.
     form = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}

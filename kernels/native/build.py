@@ -165,6 +165,12 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *platform.libc_ver(), *sorted(told)])
 
 
+@functools.cache
+def has_bf16_tiles() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles (AMX), which XLA's own dot makes use of."""
+    return any(line.startswith("flags") and "amx_bf16" in line.split() for line in _cpu().splitlines())
+
+
 def _register(path: Path) -> None:
     try:
         library = ctypes.CDLL(str(path))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.native.build import has_bf16_tiles
 from kernels.quantized import QuantizedWeight
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -21,6 +22,19 @@ MOST_ROWS = {"float32": 16, "bfloat16": 256, "int8": 512, "uint8": 512}
 Measured on 2 cores at [2048, 2048], times XLA's speed at 16, 64, 128 and 512 rows: f32 1.3, 0.8, 0.6, 0.5; bf16 5.9,
 1.9, 1.4, 0.8; int8 12, 3.7, 2.1, 1.2; int4 in groups of 32 18, 6.5, 4.4, 2.1.
 """
+
+TILED_ROWS = 8
+"""Rows above which XLA's dot of two bf16 matrices is faster than ours, on a CPU that multiplies them in tiles.
+
+Measured on 2 cores (AMX), XLA's GFLOP/s and ours at [1920, 576]: 8 rows 84, 79; 16 160, 100; 64 386, 134; 256 498, 143;
+at [576, 1536]: 96, 80; 181, 98; 539, 143; 886, 149.
+"""
+
+
+def outrun(x: jax.Array, weight: jax.Array | QuantizedWeight) -> bool:
+    """Whether XLA's own product is the faster one on this CPU, though ours takes x [..., I] and weight [O, I]."""
+    wide = not isinstance(weight, QuantizedWeight) and weight.dtype == x.dtype == jnp.bfloat16
+    return wide and math.prod(x.shape[:-1]) > TILED_ROWS and has_bf16_tiles()
 
 
 def operands(weight: jax.Array | QuantizedWeight) -> tuple[list[jax.Array], dict[str, Any]]:

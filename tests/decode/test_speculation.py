@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from scipy.stats import chisquare
 
 from decode.decoder import Decoder, PromptError
@@ -16,6 +19,7 @@ from decode.speculation.decoder import SpeculativeDecoder
 from decode.speculation.draft import DraftModel
 from decode.speculation.ngram import PromptLookup
 from decode.speculation.proposer import Proposer, SpeculationError
+from decode.step import Rows
 from model.training.draft import cut_draft, draft_config
 from tests.decode.running import Row, log_softmax, make_decoder, run, small_model
 from tests.model.checkpoint_files import small_config
@@ -40,11 +44,11 @@ def proposer(name: str, tp: int) -> Proposer:
         return PromptLookup(longest=4, shortest=1)
     decoder = target(tp)
     if name == "itself":
-        return DraftModel(decoder)
+        return DraftModel(decoder, copies=False)
     config = draft_config(CONFIG, 1)
     params = dict(zip(decoder.programs.paths, decoder.params, strict=True))
     draft = Decoder(config, cut_draft(params, CONFIG, 1), decoder.layout, "float32")
-    return DraftModel(draft, LISTED if name == "cut" else None)
+    return DraftModel(draft, LISTED if name in ("cut", "alone") else None, copies=name != "alone")
 
 
 @functools.cache
@@ -87,6 +91,46 @@ def test_the_draft_has_seen_every_token_that_stood() -> None:
     one.tally = type(one.tally)(K)
     run(one, PROMPTS, N, steps_per_dispatch=1)
     assert (one.tally.looked, one.tally.stood) == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_copies_where_the_text_repeats_itself(temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    repeats, not_yet = [5, 6, 7, 5, 6, 7, 5, 6], [3, 1, 4, 20, 22, 8, 9, 2]
+    copying, log_q = proposals("cut", [repeats, not_yet], sampling)
+    alone, _ = proposals("alone", [repeats, not_yet], sampling)
+    assert copying[0].tolist() == [7, 5, 6]
+    assert copying[1].tolist() == alone[1].tolist()
+    assert set(alone.ravel().tolist()) <= set(LISTED.tolist())  # 7 and 5 it cannot say itself
+    if log_q is not None:
+        certain = np.full((K, 61), -np.inf)
+        certain[np.arange(K), [7, 5, 6]] = 0
+        np.testing.assert_array_equal(log_q[0, :, :61], certain)
+        np.testing.assert_allclose(np.exp(log_q[1]).sum(axis=-1), 1, rtol=1e-5)
+
+
+def proposals(name: str, texts: list[list[int]], sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray | None]:
+    """(tokens [B, K], log_q) that a draft proposes after texts of one length, the last token of each the newest."""
+    draft, at = proposer(name, 1), len(texts[0]) - 1
+    form, values = sampling.form, target(1).step_args((), sampling)[1]
+
+    def propose(leaves: Any, state: Any, rows: Rows, history: jax.Array) -> Any:
+        return draft.propose(leaves, state, rows, history, K, values, form)[1]
+
+    whole = PartitionSpec()
+    mapped = jax.shard_map(
+        propose,
+        mesh=target(1).layout.mesh,
+        in_specs=(draft.leaf_specs(), draft.state_specs(), whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+    number = np.full(len(texts), at, np.int32)
+    rows = Rows(np.array([text[-1] for text in texts], np.int32), number, number + 10, number < 0, None)
+    history = np.pad(np.array(texts, np.int32), ((0, 0), (0, 8)))
+    state = draft.begin([text[:-1] for text in texts], at + 8)
+    found = jax.jit(mapped)(draft.leaves(), state, rows, history)
+    return np.asarray(found.tokens), None if found.log_q is None else np.asarray(found.log_q)
 
 
 @pytest.mark.parametrize("name", ["ngram", "cut"])
