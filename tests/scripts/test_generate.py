@@ -418,6 +418,7 @@ def test_a_reader_that_goes_away_and_an_interrupt_end_it_quietly(tiny: Path, tmp
     assert "Traceback" not in err
 
 
+@pytest.mark.optimized
 @pytest.mark.xdist_group("demo")
 def test_the_capital_of_france(demo_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The README's first command."""
