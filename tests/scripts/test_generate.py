@@ -179,21 +179,21 @@ def test_max_len_ends_the_text(measured: Callable[..., dict[str, Any]], tiny: Pa
 def test_several_prompts_are_each_as_if_alone(
     measured: Callable[..., dict[str, Any]], command: Run, tiny: Path, tmp_path: Path
 ) -> None:
-    """Chats first, then prompts, then the file's; five in batches of two, the last smaller."""
+    """In the order of the command line; five in batches of two, the last smaller."""
     lines = "first line\r\n\n  kept blank\n" + "two\u2028halves\n"
     (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    asked = ["--prompt", "a", "--chat", "Hi", "--prompts-file", tmp_path / "prompts.txt"]
+    asked = ["--prompt", "a", "--prompts-file", tmp_path / "prompts.txt", "--chat", "Hi"]
     options = ["--model", tiny, *asked, "--batch", "2", "--max-new-tokens", "5"]
     found = measured(*options)
-    texts = ["Hi", "a", "first line", "  kept blank", "two\u2028halves"]
+    texts = ["a", "first line", "  kept blank", "two\u2028halves", "Hi"]
     chat = [BOS, *tokens_of("user:Hi;", bos=False)]
-    expected = [answer(tiny, tokens, 5) for tokens in (chat, *map(tokens_of, texts[1:]))]
+    expected = [answer(tiny, tokens, 5) for tokens in (*map(tokens_of, texts[:-1]), chat)]
     assert [one["prompt"] for one in found["completions"]] == texts
     assert [one["token_ids"] for one in found["completions"]] == expected
-    assert [one["prompt_tokens"] for one in found["completions"]] == [9, 2, 11, 13, 13]
+    assert [one["prompt_tokens"] for one in found["completions"]] == [2, 11, 13, 13, 9]
     assert found["token_ids"] == expected[0]
     assert (found["batch"], found["max_len"]) == (2, 18)
-    assert found["context"] == round(statistics.mean([9, 2, 11, 13]) + 2.5)  # of the two full batches
+    assert found["context"] == round(statistics.mean([2, 11, 13, 13]) + 2.5)  # of the two full batches
 
     status, out, _ = command(*options)
     assert status == 0
@@ -305,6 +305,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     cases: list[tuple[list[Any], str]] = [
         (["--model", tiny], 'nothing to do: give --chat "a message", --prompt "a text", or --prompts-file PATH'),
         ([*hello, "--system", "x"], "--system goes with --chat"),
+        (["--prompts-file", "a", "--prompts-file", "b"], "--prompts-file is given more than once"),
         (["--model", plain, "--prompt", "a", "--prompt", ""], "prompt 1 ('') is empty: it has no token"),
         (["--model", plain, "--chat", "Hi"], "this model has no chat template"),
         (["--model", bare, "--prompt", "Hi"], "bare has no tokenizer.json"),
