@@ -62,7 +62,7 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("name", ["generate", "serve", "bench_decode"])
 def test_an_interrupt_while_a_command_is_being_imported(name: str, tmp_path: Path) -> None:
-    """As from somebody who saw a mistake in the command at once. In place of JAX stands a module that is interrupted."""
+    """By somebody who saw a mistake in it at once. In place of JAX stands a module that is interrupted."""
     (tmp_path / "jax.py").write_text(
         "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
         "except BaseException:\n    raise ImportError('half imported') from None\n"
