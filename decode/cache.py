@@ -22,6 +22,7 @@ from kernels.cache_attention import Partial, Scales, cache_attention
 from kernels.cache_attention.scaled import FP8, LIMITS, quantize
 from kernels.rope_attention import rope_attention, taken
 from model.config import LlamaConfig
+from model.wording import number_of
 from sharding.collectives import axis_size
 from sharding.layout import Layout
 from sharding.mesh import KV_SEQ
@@ -248,7 +249,7 @@ def check_fits(config: LlamaConfig, prompt_lens: list[int], max_len: int) -> Non
     for row, length in enumerate(prompt_lens):
         if length >= max_len:
             raise CacheOverflowError(
-                f"prompt {row} has {length} tokens, which leaves no room for a new one in max_len "
+                f"prompt {row} has {number_of(length, 'token')}, which leaves no room for a new one in max_len "
                 f"{max_len}; shorten it or raise --max-len (this model allows "
                 f"{config.max_position_embeddings})"
             )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from model.wording import number_of
+
 HIT = "/jax/compilation_cache/cache_hits"
 MISS = "/jax/compilation_cache/cache_misses"
 LEAST_SECONDS = 0.3
@@ -51,7 +53,8 @@ class CompileCache:
         if self.problem:
             return f"cache off: {self.problem}"
         if self.hits and self.misses:
-            return f"cache: {self.hits} hits, {self.misses} misses"
+            missed = "1 miss" if self.misses == 1 else f"{self.misses} misses"
+            return f"cache: {number_of(self.hits, 'hit')}, {missed}"
         if self.hits or self.misses:
             return "cache hit" if self.hits else "cache miss"
         return f"cache not used: each program compiled in less than {LEAST_SECONDS} s"

@@ -21,7 +21,7 @@ from roofline.footprint import (
     streamed_bytes_per_device,
     weight_bytes_per_device,
 )
-from roofline.latency import Verdict, doubling, ideal_tpot_s, scaling, tpot, ttft
+from roofline.latency import Verdict, doubling, ideal_tpot_s, judge, scaling, tpot, ttft
 
 
 def memory_wall(
@@ -40,7 +40,8 @@ def memory_wall(
     `latency` one for each of `tps` at the largest context, with the others in `by_context`. Weights are
     counted whole in `weight_bytes` and `ceiling` (parameters x bytes); `latency` reads what a step reads,
     which leaves out the rows of the embedding table that no token asked for. A model that does not fit is
-    reported in `memory`, not refused: its ceiling is still true.
+    reported in `memory`, not refused: its ceiling is still true. `verdict` and `doubling` judge only the device
+    counts on which it fits at the largest context; `stopped_by` is "memory" where there is none.
     Raises RooflineError for an empty list, a prompt of no tokens, or a compute rate the chip lacks.
     """
     for name, values in (("tp", tps), ("context", contexts)):
@@ -68,9 +69,11 @@ def memory_wall(
         ceiling.append(
             asdict(row) | {"share_of_start": row.tokens_per_s / start.tokens_per_s, "intensity": work.intensity}
         )
-    verdict = scaling(cases[tps[0]], chip, tps, efficiency, collectives)
+    steps = scaling(cases[tps[0]], chip, tps, efficiency, collectives)
+    memory = [_memory(chip, here) for here in cases.values()]
+    least = smallest_tp(chip, cases[tps[0]])
     latency = []
-    for step in verdict.steps:
+    for step in steps.steps:
         here = cases[step.tp]
         latency.append(
             {
@@ -120,19 +123,40 @@ def memory_wall(
         },
         "kv_bytes_per_token": kv_token,
         "ceiling": ceiling,
-        "memory": [_memory(chip, here) for here in cases.values()],
-        "smallest_tp_that_fits": smallest_tp(chip, cases[tps[0]]),
+        "memory": memory,
+        "smallest_tp_that_fits": least,
         "efficiency": asdict(efficiency),
         "collectives_measured": collectives is not None,
         "latency": latency,
-        "verdict": _verdict(verdict),
+        "verdict": _where_it_fits(steps, memory),
         # Measured collectives say nothing about device counts that were not measured.
-        "doubling": None if collectives else _verdict(doubling(cases[tps[0]], chip, efficiency)),
+        "doubling": None if collectives else _doubling(cases[tps[0]], chip, efficiency, least),
     }
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {"pays_until": verdict.pays_until, "stopped_by": verdict.stopped_by, "text": verdict.text}
+
+
+def _where_it_fits(steps: Verdict, memory: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The verdict on those of the counts whose devices hold the weights and the cache."""
+    holding = {one["tp"] for one in memory if one["fits"]}
+    short = ", ".join(str(one["tp"]) for one in memory if not one["fits"])
+    if not short:
+        return _verdict(steps)
+    if not holding:
+        return {"pays_until": None, "stopped_by": "memory", "text": f"tp = {short}: the model and its cache do not fit"}
+    found = _verdict(judge({step.tp: step.terms for step in steps.steps if step.tp in holding}))
+    if len(holding) == 1:
+        found["text"] = f"only tp = {found['pays_until']} holds the model and its cache: nothing to compare"
+    return found | {"text": f"{found['text']}; they do not fit at tp = {short}"}
+
+
+def _doubling(case: Case, chip: Chip, efficiency: Efficiency, least: int | None) -> dict[str, Any] | None:
+    """Doubling from the fewest devices that hold the case; None where those are more than are joined."""
+    if least is None or least > (chip.interconnect.max_devices or least):
+        return None
+    return _verdict(doubling(case, chip, efficiency, start=least)) | {"from": least}
 
 
 def _held(case: Case) -> dict[str, int]:

@@ -214,14 +214,15 @@ def doubling(
     collectives: CollectiveModel | None = None,
     threshold: float = 0.10,
     limit: int = 1024,
+    start: int = 1,
 ) -> Verdict:
-    """Double the devices from one until a doubling gains less than `threshold`, and say what stopped it.
+    """Double the devices from `start` until a doubling gains less than `threshold`, and say what stopped it.
 
     Goes no further than `limit` or the devices that the chip's interconnect joins.
     """
     most = min(limit, chip.interconnect.max_devices or limit)
-    terms = {1: tpot(case.at(tp=1), chip, efficiency, collectives)}
-    verdict, tp = judge(terms, threshold), 2
+    terms = {start: tpot(case.at(tp=start), chip, efficiency, collectives)}
+    verdict, tp = judge(terms, threshold), start * 2
     while verdict.stopped_by is None and tp <= most:
         terms[tp] = tpot(case.at(tp=tp), chip, efficiency, collectives)
         verdict, tp = judge(terms, threshold), tp * 2

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,8 +27,14 @@ from model.checkpoint.resolve import ResolvedModel
 from model.config import ConfigError
 from model.quantize import KINDS, WIDE, Quantization, QuantizationError, WeightFormat
 from model.tokenizer import TokenizerError
+from model.wording import number_of
 from roofline.errors import RooflineError
-from scripts._processes import BROKEN_PIPE, INTERRUPTED, join, run_as_member
+from scripts._files import UsageError as UsageError
+from scripts._files import check_writable as check_writable
+from scripts._files import write_file as write_file
+from scripts._files import write_json as write_json
+from scripts._interrupt import INTERRUPTED, raise_again
+from scripts._processes import BROKEN_PIPE, join, run_as_member
 from sharding.collectives import COLLECTIVE_FORMS, DEFAULT_COLLECTIVES, KERNEL_FORMS, CollectiveForm, Collectives
 from sharding.mesh import LayoutError
 from sharding.multihost import MultihostError, process_count
@@ -39,10 +43,6 @@ from sharding.self_check import MeshFaultError
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 STORED = "stored"
 KV_DTYPES = {**DTYPES, "int8": "int8", "fp8": "float8_e4m3fn"}
-
-
-class UsageError(ValueError):
-    """Options that do not go together, or that this machine cannot satisfy."""
 
 
 USER_ERRORS = (
@@ -76,6 +76,7 @@ def run_command(work: Callable[[], None], *, quiet: bool = False, processes: arg
     processes: the options of ``add_process_options``, where the command can be one of several processes. On all but
         process 0 the options that name files to write are set to None.
     """
+    raise_again()
     try:
         member = None if processes is None else join(processes)
     except MultihostError as error:
@@ -260,8 +261,8 @@ def set_up(cpu_devices: int | None, *, spare: int = 1) -> CompileCache:
         raise UsageError(f"JAX cannot start{named}: {error or 'no such device here'}") from None
     if started and cpu_devices is not None and (devices[0].platform != "cpu" or len(devices) < cpu_devices):
         raise UsageError(
-            f"--cpu-devices {cpu_devices} comes too late: JAX has started in this process with {len(devices)} "
-            f"{devices[0].platform} devices; start a new one"
+            f"--cpu-devices {cpu_devices} comes too late: JAX has started in this process with "
+            f"{number_of(len(devices), f'{devices[0].platform} device')}; start a new one"
         )
     try:
         return CompileCache(cache_dir() / "jax")
@@ -315,45 +316,6 @@ def device_facts() -> dict[str, Any]:
         "processes": jax.process_count(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-
-
-def check_writable(path: str | None) -> None:
-    """Refuse an output path before the work instead of after it."""
-    if path is None or path == "-":
-        return
-    target = Path(path).resolve()
-    if target.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder; name a file in it")
-    if not target.parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {target.parent}")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: no permission; name another file")
-
-
-def write_json(path: str, data: Any) -> None:
-    """Write ``data`` as ``write_file`` does; ``-`` is standard output."""
-    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    # A character that is half of a pair (an undecodable byte of the command line) becomes its JSON escape.
-    write_file(path, text.encode("utf-8", "backslashreplace"))
-
-
-def write_file(path: str, content: bytes) -> None:
-    """Write ``content`` whole or not at all; links and devices are written through."""
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():  # /dev/stdout, a named pipe
-        target.write_bytes(content)
-        return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, target)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def positive(text: str) -> int:

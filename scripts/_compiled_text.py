@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from model.wording import number_of
 from scripts.memory_wall_text import si, table
 
 LAYERS = {
@@ -36,7 +37,7 @@ cycles    the TPU compiler's static estimate, never checked against hardware: of
 
 def render(r: Mapping[str, Any]) -> str:
     """The whole report."""
-    what = "decode step" if r["program"] == "decode" else f"prefill piece of {r['piece']} tokens"
+    what = "decode step" if r["program"] == "decode" else f"prefill piece of {number_of(r['piece'], 'token')}"
     mesh = " x ".join(f"{size} {name}" for name, size in r["mesh"].items())
     compiler = "libtpu" if "TPU" in r["device_kind"] else "jax-cuda13-plugin"
     lines = [

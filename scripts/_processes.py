@@ -24,7 +24,6 @@ OWN_OPTIONS = (*OUTPUTS, *SURFACE, "quiet", "coordinator", "process_count", "pro
 """Options that may differ between processes; all others decide what is computed."""
 
 BROKEN_PIPE = 128 + 13
-INTERRUPTED = 128 + 2
 
 NOTICE_S = 5.0
 """How long a process whose collective failed waits to be told which other one is to blame."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from decode.decoder import Decoder
 from model.quantize import WIDE
+from model.wording import number_of
 from roofline.footprint import decode_work, kv_scale_bytes_per_device
 from sharding.bandwidth import Bandwidth
 from sharding.hlo import count_collectives
@@ -107,8 +108,8 @@ def _ms(seconds: float) -> str:
 def _prompts(facts: dict[str, Any]) -> str:
     longest = max(one["prompt_tokens"] for one in facts["completions"])
     if facts["batch"] == 1:
-        return f"a prompt of {longest} tokens"
-    return f"{facts['batch']} prompts together, the longest of {longest} tokens"
+        return f"a prompt of {number_of(longest, 'token')}"
+    return f"{facts['batch']} prompts together, the longest of {number_of(longest, 'token')}"
 
 
 def _mesh(facts: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model.config import LlamaConfig
+from model.wording import number_of
 from roofline.case import Case
 from roofline.chips import CHIPS, Chip
 from roofline.collectives import Interconnect, Measured, SumForm
@@ -250,12 +251,15 @@ def render(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _title(run: Mapping[str, Any]) -> str:
     device = run["device"]
-    layers = f"{run['num_layers']} of {run['model_layers']}" if run["sliced"] else run["num_layers"]
+    layers = number_of(run["model_layers"], "layer")
+    if run["sliced"]:
+        layers = f"{run['num_layers']} of {layers}"
     processes = f", {device['processes']} processes" if device["processes"] > 1 else ""
     return (
-        f"{run['model']}: {layers} layers, {run['weights']} weights, {run['dtype']}, batch {run['batch']}, context "
+        f"{run['model']}: {layers}, {run['weights']} weights, {run['dtype']}, batch {run['batch']}, context "
         f"{run['context']}, all-reduce by {run['collective']};\n{device['kind']}, {device['cpu_cores']} CPU cores"
-        f"{processes}, jax {run['versions']['jax']}; {run['rounds']} samples of {run['steps']} steps"
+        f"{processes}, jax {run['versions']['jax']}; {number_of(run['rounds'], 'sample')} of "
+        f"{number_of(run['steps'], 'step')}"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from model.wording import number_of
 from roofline.collectives import OPS, AlphaBeta, Measured
 from scripts import _one_core as one_core
 from scripts._cli import (
@@ -35,6 +36,7 @@ from scripts._cli import (
     write_json,
 )
 from scripts._processes import add_process_options
+from scripts._progress import counted
 from sharding.collective_chain import CollectiveChain, Step
 from sharding.mesh import TENSOR, make_mesh, owns_a_device
 from sharding.multihost import process_count
@@ -130,7 +132,8 @@ def bench(args: argparse.Namespace) -> None:
         if not owns_a_device(mesh):
             continue
         with one_core.held_to(one_core.own_cores(len(mesh.local_devices)) if args.threads_per_device else None):
-            rows += [result(op, count, measure(mesh, op, args.sizes, args.rounds)) for op in args.ops]
+            timed = counted(args.ops, f"collectives over {number_of(count, 'device')}")
+            rows += [result(op, count, measure(mesh, op, args.sizes, args.rounds)) for op in timed]
             sum_of_one = result("all_reduce", count, measure(mesh, "all_reduce", (4, 1024), args.rounds))
             skew[count] = measure_skew(mesh, sum_of_one["alpha_us"] / 1e6, args.rounds)
     found = constants(rows, skew)
@@ -230,7 +233,7 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], skew: Mappi
         title += f", {run['processes']} processes"
     if device["platform"] == "cpu":
         title += "; one core a device" if run["threads_per_device"] else "; CPU devices share cores and memory"
-    lines = [f"{title}; {run['rounds']} samples a size", ""]
+    lines = [f"{title}; {number_of(run['rounds'], 'sample')} a size", ""]
     for row in rows:
         width = "no limit seen" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.2f} GB/s"
         lines.append(f"{row['op']} over {row['devices']} devices: alpha {row['alpha_us']:.1f} us, {width}")

@@ -29,6 +29,7 @@ from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
 from model.config import LlamaConfig
 from model.presets import PRESETS, preset
 from model.random_init import random_params
+from model.wording import number_of
 from scripts import bench_speculation
 from scripts._cli import (
     DTYPES,
@@ -54,6 +55,7 @@ from scripts._cli import (
     words,
     write_json,
 )
+from scripts._progress import counted
 from scripts._report import step_bytes, step_facts
 from scripts._speculation import add_speculation_options, check_speculation_options
 from scripts._transformers import TransformersChain, check_transformers
@@ -290,7 +292,7 @@ def _measure(
     builders: Sequence[Callable[[], Contestant]], layouts: Mapping[int, Layout], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Rows timed in turns, with the bandwidth of their devices; everything is freed on return."""
-    contestants = [build() for build in builders]
+    contestants = [build() for build in counted(builders, "loading and compiling")]
     probes = {tp: ReadProbe(layouts[tp].mesh) for tp in {one.tp for one in contestants}}
     samples, limits = take_turns([one.chain.sample for one in contestants], probes, args.rounds)
     for one, taken in zip(contestants, samples, strict=True):
@@ -308,7 +310,7 @@ def take_turns(
     """
     samples: list[list[float]] = [[] for _ in samplers]
     limits: dict[int, list[float]] = {tp: [] for tp in probes}
-    for turn in range(rounds + 1):
+    for turn in counted(range(rounds + 1), "rounds"):
         for tp, probe in probes.items():
             read = [probe.sample() for _ in range(READS)]
             limits[tp] += read if turn else []
@@ -367,7 +369,8 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     device = run["device"]
     title = (
         f"{run['model']} ({run['weights']} weights), batch {run['batch']}, context {run['context']}, "
-        f"{run['layers']} layers,{_cache_note(run)} {run['rounds']} samples of {run['steps']} steps;\n"
+        f"{run['layers']} layers,{_cache_note(run)} {number_of(run['rounds'], 'sample')} of "
+        f"{number_of(run['steps'], 'step')};\n"
         f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     if device["platform"] == "cpu" and any(row["tp"] > 1 for row in results):

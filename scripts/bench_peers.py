@@ -28,6 +28,7 @@ from kernels.cache_dir import cache_dir
 from model.checkpoint.resolve import ResolvedModel, open_model
 from model.checkpoint.stored import stored_quantization
 from model.quantize import WIDE
+from model.wording import number_of
 from scripts._cli import (
     UsageError,
     check_writable,
@@ -206,7 +207,8 @@ def table(run: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     """The results for people: what was run, a row for each, and what the columns mean."""
     device = run["device"]
     title = (
-        f"{run['model']}, batch 1, context {run['context']}, {run['rounds']} samples of {run['steps']} greedy steps;\n"
+        f"{run['model']}, batch 1, context {run['context']}, {number_of(run['rounds'], 'sample')} of "
+        f"{number_of(run['steps'], 'greedy step')};\n"
         f"{device['kind']}, {run['threads']} threads each, {run['kernels']} kernels, jax {run['versions']['jax']}; "
         f"reads {run['limit_gb_per_s']:.1f} GB/s"
     )

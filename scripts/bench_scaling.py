@@ -50,6 +50,7 @@ from scripts._cli import (
     write_json,
 )
 from scripts._processes import add_process_options
+from scripts._progress import counted
 from scripts._report import step_bytes, step_facts
 from scripts._scaling import Samples, chip_flops, deepened, predict, priced_as, render, report_rows, verdict
 from scripts.bench_collectives import constants as fitted
@@ -255,7 +256,10 @@ def _measure(
     collectives: Collectives,
 ) -> dict[Case, tuple[Samples, dict[str, Any]]]:
     """Cases timed in turns: the samples of each, and what else is known of it. Everything is freed on return."""
-    counts = [_build(args, model, case, layouts[case.tp], collectives) for case, model in models.items()]
+    counts = [
+        _build(args, model, case, layouts[case.tp], collectives)
+        for case, model in counted(models.items(), "loading and compiling")
+    ]
     for count in counts:
         if count.layout.tp > 1 or count is counts[0]:  # the model and its deep twin read alike
             count.skew = SkewProbe(count.layout.mesh)

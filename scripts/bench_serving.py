@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from model.wording import number_of
 from scripts import plots
 from scripts._cli import (
     UsageError,
@@ -165,7 +166,7 @@ async def _sweep(args: argparse.Namespace) -> dict[str, Any]:
             own = shots(rng, times, args.prompt_tokens, args.output_tokens, args.shared_prefix)
             if not own:
                 raise UsageError(f"no request came within {args.duration:g} s at {level:g} a second; give more time")
-            _say(args, f"{next(iter(load))} {level:g}: {len(own)} requests")
+            _say(args, f"{next(iter(load))} {level:g}: {number_of(len(own), 'request')}")
             run = open_loop(client, model, own) if args.rate else closed_loop(client, model, own, level)
             points.append(summarise(await run, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, load=load))
     return {

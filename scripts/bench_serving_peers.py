@@ -25,6 +25,7 @@ import numpy as np
 
 from kernels.cache_dir import cache_dir
 from model.checkpoint.resolve import ResolvedModel, open_model
+from model.wording import number_of
 from scripts import plots
 from scripts._cli import (
     UsageError,
@@ -261,8 +262,9 @@ def table(report: dict[str, Any]) -> str:
     """The results for people: the loads, the steps, and what the columns mean."""
     device = report["device"]
     title = (
-        f"{report['model']}, about {report['prompt_tokens']} prompt tokens and {report['output_tokens']} output tokens "
-        f"a request, {report['rounds']} round{'s' if report['rounds'] > 1 else ''};\n{device['kind']}, "
+        f"{report['model']}, about {number_of(report['prompt_tokens'], 'prompt token')} and "
+        f"{number_of(report['output_tokens'], 'output token')} "
+        f"a request, {number_of(report['rounds'], 'round')};\n{device['kind']}, "
         f"{report['threads']} threads each, jax {report['versions']['jax']}, llama.cpp "
         f"{report['versions']['llama-cpp-python']}; reads {report['limit_gb_per_s']:.1f} GB/s"
     )

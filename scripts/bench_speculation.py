@@ -9,6 +9,7 @@ alike. Each mode's text is compared with plain decoding's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from decode.text import Generator, TextGeneration
 from model.checkpoint.resolve import ACCEPTED, open_model
 from model.config import LlamaConfig
 from model.tokenizer import Tokenizer
+from model.wording import number_of
 from roofline.case import Case
 from roofline.chips import get_chip
 from roofline.speculation import expected_tokens, predict
@@ -41,6 +43,7 @@ from scripts._cli import (
     versions,
     write_json,
 )
+from scripts._progress import counted
 from scripts._speculation import (
     NGRAM,
     add_speculation_options,
@@ -131,10 +134,9 @@ def bench(args: argparse.Namespace) -> None:
     longest = max(map(len, prompts.values()))
     new_tokens = min(args.max_new_tokens, model.config.max_position_embeddings - longest)
     max_len = longest + max(new_tokens, 1)
-    for kind, prompt in prompts.items():
-        for turn in range(args.rounds + 1):
-            for mode in modes:
-                _sample(mode, kind, prompt, tokenizer, new_tokens, max_len, keep=turn > 0)
+    runs = list(itertools.product(prompts.items(), range(args.rounds + 1), modes))
+    for (kind, prompt), turn, mode in counted(runs, "generations"):
+        _sample(mode, kind, prompt, tokenizer, new_tokens, max_len, keep=turn > 0)
     rows = [_row(mode, modes[0], kind, model.config) for kind in kinds for mode in modes]
     run = {
         "model": args.model,
@@ -235,9 +237,9 @@ def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The results for people: what was run, a row for each, and what the columns mean."""
     device = run["device"]
     title = (
-        f"{run['model']} in {run['dtype']}, tp={run['tp']}, k up to {run['k']}, {run['max_new_tokens']} tokens at "
-        f"most, {run['rounds']} rounds;\n{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, "
-        f"jax {run['versions']['jax']}"
+        f"{run['model']} in {run['dtype']}, tp={run['tp']}, k up to {run['k']}, "
+        f"{number_of(run['max_new_tokens'], 'token')} at most, {number_of(run['rounds'], 'round')};\n"
+        f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
     )
     cells = [HEAD, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """The command: raises ``scripts._cli.USER_ERRORS`` for what the user can mend."""
+    check_destination(args.destination, args.overwrite)
     set_up(args.cpu_devices)
     convert(args.source, args.destination, args.dtype, args.tp, args.overwrite, args)
 

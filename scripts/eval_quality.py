@@ -30,6 +30,7 @@ from decode.decoder import Decoder
 from model.checkpoint.resolve import ACCEPTED, ResolvedModel, open_model
 from model.quantize import WIDE, Quantization, WeightFormat
 from model.widen import widened
+from model.wording import number_of
 from scripts._cli import (
     DTYPES,
     STORED,
@@ -43,6 +44,7 @@ from scripts._cli import (
     versions,
     write_json,
 )
+from scripts._progress import counted
 from scripts.memory_wall_text import table
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
@@ -91,7 +93,7 @@ def rows_of(tokens: Sequence[int], context: int) -> list[list[int]]:
         UsageError: fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise UsageError(f"the text has {len(tokens)} tokens; at least two are needed")
+        raise UsageError(f"the text has {number_of(len(tokens), 'token')}; at least two are needed")
     count = -(-len(tokens) // context)
     size = len(tokens) // count
     return [list(tokens[at * size : (at + 1) * size]) for at in range(count)]
@@ -168,7 +170,7 @@ def evaluate(model: ResolvedModel, settings: Sequence[Setting], text: str, conte
     del params
     found = []
     plain = score(rows, reference, reference).perplexity
-    for setting in settings:
+    for setting in counted(settings, "settings"):
         began = time.perf_counter()
         if setting.name == base.name:
             logits, kept = reference, size
@@ -207,7 +209,8 @@ def report(result: Mapping[str, Any]) -> str:
             )
         )
     head = (
-        f"{result['model']}: {result['scored_tokens']} tokens scored, {result['rows']} rows of {result['row_tokens']}"
+        f"{result['model']}: {number_of(result['scored_tokens'], 'token')} scored, "
+        f"{number_of(result['rows'], 'row')} of {result['row_tokens']}"
     )
     return "\n".join([head, *table(lines, right=range(1, 6)), "", COLUMNS])
 

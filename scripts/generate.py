@@ -70,24 +70,34 @@ GROUPED = 32
 """Up to so many prompts run in groups of ``--batch``, each timed; more run through the engine."""
 
 
+class _Ask(argparse.Action):
+    """Keeps the options that ask for texts in one list, in the order of the command line: ``asked``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        namespace.asked = [*namespace.asked, (self.option_strings[0], value)]
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.generate", description="Answer prompts with a Llama model, and time it."
     )
     parser.add_argument("--model", default="demo", help=f"{ACCEPTED}. Default: demo")
 
-    prompts = parser.add_argument_group("prompts (at least one; options may be repeated)")
-    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue")
+    prompts = parser.add_argument_group("prompts (at least one; options may be repeated; answered in the order given)")
+    parser.set_defaults(asked=[])
+    prompts.add_argument("--prompt", action=_Ask, metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--chat",
-        action="append",
-        default=[],
+        action=_Ask,
         metavar="TEXT",
         help="a user's message, in the model's chat template",
     )
     prompts.add_argument("--system", metavar="TEXT", help="system message for every --chat")
     prompts.add_argument(
-        "--prompts-file", metavar="PATH", help="texts to continue, one a line, in UTF-8; - is standard input"
+        "--prompts-file",
+        action=_Ask,
+        metavar="PATH",
+        help="texts to continue, one a line, in UTF-8; - is standard input",
     )
     prompts.add_argument(
         "--batch",
@@ -135,6 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A text of the command line: to answer as a user's message, or to continue."""
+
+    text: str
+    chat: bool
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt as given, as tokens, and whether the output continues it or answers it."""
 
@@ -159,12 +177,12 @@ def generate(args: argparse.Namespace) -> None:
     sampling = _sampling(args)
     asked_quantization(args)
     StopStrings(args.stop)
-    chats, texts = _asked(args)
+    asked = _asked(args)
     k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
-    through_engine = len(chats) + len(texts) > max(GROUPED, args.batch)
+    through_engine = len(asked) > max(GROUPED, args.batch)
     if through_engine and args.speculate and args.repetition_penalty != 1:
         raise UsageError(
-            f"--speculate and --repetition-penalty do not go together for {len(chats) + len(texts)} prompts: they run "
+            f"--speculate and --repetition-penalty do not go together for {len(asked)} prompts: they run "
             f"through the batching engine, which does not speculate where there is a penalty; leave one out"
         )
     say = _silent if args.quiet else _to_stderr
@@ -179,7 +197,7 @@ def generate(args: argparse.Namespace) -> None:
     collectives = chosen_collectives(args.collective, layout.tp)
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
-    prompts = _prompts(chats, texts, args.system, tokenizer)
+    prompts = _prompts(asked, args.system, tokenizer)
     max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
     dtype = DTYPES[args.dtype or default_dtype()]
@@ -313,14 +331,20 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return sampling
 
 
-def _asked(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The messages to answer, and the texts to continue: those of --prompt, then those of --prompts-file."""
-    if args.system is not None and not args.chat:
+def _asked(args: argparse.Namespace) -> list[Asked]:
+    """Every text, in the order of the command line; those of a file stand where its option does."""
+    names = [option for option, _ in args.asked]
+    if args.system is not None and "--chat" not in names:
         raise UsageError("--system goes with --chat: a plain --prompt has no system message")
-    texts = list(args.prompt) + (_lines(args.prompts_file) if args.prompts_file else [])
-    if not args.chat and not texts:
+    if names.count("--prompts-file") > 1:
+        raise UsageError("--prompts-file is given more than once; put all texts in one file")
+    found = []
+    for option, value in args.asked:
+        texts = _lines(value) if option == "--prompts-file" else [value]
+        found += [Asked(text, chat=option == "--chat") for text in texts]
+    if not found:
         raise UsageError('nothing to do: give --chat "a message", --prompt "a text", or --prompts-file PATH')
-    return list(args.chat), texts
+    return found
 
 
 def _lines(path: str) -> list[str]:
@@ -340,14 +364,15 @@ def _lines(path: str) -> list[str]:
     return lines
 
 
-def _prompts(chats: list[str], texts: list[str], system: str | None, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every prompt as tokens, in the order --chat, --prompt, --prompts-file."""
+def _prompts(asked: Sequence[Asked], system: str | None, tokenizer: Tokenizer) -> list[Prompt]:
+    """Every text as tokens."""
     first = [] if system is None else [{"role": "system", "content": system}]
-    answered = [
-        Prompt(text, tokenizer.encode_chat([*first, {"role": "user", "content": text}]), continues=False)
-        for text in chats
+    return [
+        Prompt(one.text, tokenizer.encode_chat([*first, {"role": "user", "content": one.text}]), continues=False)
+        if one.chat
+        else Prompt(one.text, tokenizer.encode(one.text), continues=True)
+        for one in asked
     ]
-    return answered + [Prompt(text, tokenizer.encode(text), continues=True) for text in texts]
 
 
 def _room(prompts: list[Prompt], config: LlamaConfig, new_tokens: int, max_len: int | None) -> int:

@@ -23,6 +23,7 @@ from roofline.chain import memory_wall
 from roofline.chips import CHIPS, get_chip
 from roofline.collectives import ALGORITHMS, Measured
 from roofline.errors import RooflineError
+from scripts._files import UsageError, check_writable, write_file, write_json
 from scripts.memory_wall_text import render
 
 
@@ -119,18 +120,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 on success, 2 with a message on stderr for bad input."""
     args = parser().parse_args(argv)
     try:
+        for path in (args.json, args.plot):
+            check_writable(path)
+        if args.plot:
+            from scripts import plots  # matplotlib is an extra
+
+            plots.new_figure(1, 1)  # says now what is missing
         result = report(args)
         if args.json == "-":
             print(json.dumps(result, indent=2))
         else:
             print(render(result))
         if args.json and args.json != "-":
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+            write_json(args.json, result)
         if args.plot:
-            from scripts.plots import plot_memory_wall  # matplotlib is an extra
-
-            plot_memory_wall(result, Path(args.plot))
-    except (RooflineError, ConfigError, OSError) as error:
+            write_file(args.plot, plots.png(plots.draw_memory_wall(result)))
+    except (RooflineError, ConfigError, UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from model.wording import number_of
+
 TERMS = ("weights", "kv", "compute", "collectives", "layers", "step")
 
 
@@ -69,7 +71,7 @@ def _chain(r: dict[str, Any]) -> list[list[str]]:
         [
             "W per prefill token",
             si(r["weight_bytes"] / tokens, "B"),
-            f"W / T: {tokens:,} tokens share one pass",
+            f"W / T: {number_of(tokens, 'token')} in one pass",
         ],
         ["decode work", si(decode["flops"], "FLOP"), "2 P x batch (context 0)"],
         ["decode intensity", f"{decode['intensity']:.2f} op/byte", _side(decode["intensity"], r)],
@@ -150,14 +152,14 @@ def _latency(r: dict[str, Any]) -> list[str]:
         f"Predicted latency at context {context:,}, in ms: TPOT is the sum of the six columns after it",
         *table(rows, right=range(len(rows[0]))),
         f"  verdict: {r['verdict']['text']}",
-        *([f"  doubling from 1: {r['doubling']['text']}"] if r["doubling"] else []),
+        *([f"  doubling from {r['doubling']['from']}: {r['doubling']['text']}"] if r["doubling"] else []),
         "  weights, kv   bytes a device reads / (B x bandwidth efficiency)",
         "  compute       arithmetic that does not hide behind those reads, at C x compute efficiency",
         "  collectives   2 all-reduces a layer, 1 a step, 1 gather to sample; more past the KV heads",
         "  layers, step  overhead paid once a layer and once a step, at every tp",
         "  ideal         max(bytes / B, work / C), nothing else: no step is faster",
         "  gain          TPOT in the row above / TPOT here - 1; under 10 % more devices stop paying",
-        f"  TTFT          a prefill of {r['prefill']['prompt_len']:,} tokens a sequence, with no queue",
+        f"  TTFT          a prefill of {number_of(r['prefill']['prompt_len'], 'token')} a sequence, with no queue",
         f"  assumed       {shares}, {overheads}; {link}",
     ]
 

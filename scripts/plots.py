@@ -7,9 +7,9 @@ display and no global state is involved.
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.wording import number_of
 from roofline.errors import RooflineError
 
 if TYPE_CHECKING:
@@ -54,11 +54,6 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise RooflineError("plots need matplotlib: pip install matplotlib, or this project's extra `plot`") from error
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def plot_memory_wall(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of the report of `scripts.memory_wall` as a PNG."""
-    draw_memory_wall(report).savefig(path, dpi=130, format="png")
 
 
 def png(figure: Figure) -> bytes:
@@ -179,7 +174,7 @@ def _roofline(axes: Axes, report: dict[str, Any]) -> None:
     ridge = report["ridge_flops_per_byte"]
     points = [
         ("decode, context 0", report["decode"]["intensity"], ORANGE, "o"),
-        (f"prefill, {report['prefill']['prompt_len']:,} tokens", report["prefill"]["intensity"], GREEN, "s"),
+        (f"prefill, {number_of(report['prefill']['prompt_len'], 'token')}", report["prefill"]["intensity"], GREEN, "s"),
     ]
     last = report["ceiling"][-1]
     if last["context"]:

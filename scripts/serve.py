@@ -23,6 +23,7 @@ from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from decode.decoder import Decoder
 from model.checkpoint.resolve import ACCEPTED, open_model
+from model.wording import number_of
 from scripts._cli import (
     DTYPES,
     UsageError,
@@ -222,7 +223,8 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
         options = engine.options
         _say(
             args,
-            f"ready after {time.perf_counter() - began:.1f} s: {options.max_batch} requests at once, {engine.max_len} "
+            f"ready after {time.perf_counter() - began:.1f} s: {number_of(options.max_batch, 'request')} at once, "
+            f"{engine.max_len} "
             f"positions each, {engine.stats().pages_total} pages of {options.page_size}",
         )
 

@@ -35,6 +35,7 @@ from model.training.distill import Distiller, Scores, State, make_optimiser
 from model.training.draft import cut_draft, draft_config, frequent_tokens
 from model.training.draft_vocabulary import VOCABULARY_FILE, to_bytes
 from model.training.text_pool import TextPool, joined, windows
+from model.wording import number_of
 from scripts._cli import (
     DTYPES,
     UsageError,
@@ -189,8 +190,9 @@ def train(args: argparse.Namespace) -> None:
     write_json(str(work / "report.json"), facts)
     last = run.points[-1]
     print(
-        f"{destination}: {args.layers} layers, {size:,} tokens in its vocabulary; on held-out text it proposes the "
-        f"teacher's best token {last['greedy']:.1%} of the time, and a sampled one is accepted {last['sampled']:.1%}.\n"
+        f"{destination}: {number_of(args.layers, 'layer')}, {number_of(size, 'token')} in its vocabulary; on held-out "
+        f"text it proposes the teacher's best token {last['greedy']:.1%} of the time, and a sampled one is accepted "
+        f"{last['sampled']:.1%}.\n"
         f"This run: {facts['text_s']:.0f} s writing text, {facts['training_s']:.0f} s training, {facts['cpu_s']:.0f} s "
         f"of CPU in all; {work / 'loss.png'}"
     )

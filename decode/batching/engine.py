@@ -27,6 +27,7 @@ from decode.batching.speculation import Speculation
 from decode.batching.targets import MARGIN, Targets
 from decode.decoder import Decoder
 from decode.speculation.draft import DraftModel
+from model.wording import number_of
 from roofline.step_time import StepTime, StepTimeFit
 
 IN_FLIGHT = 2
@@ -163,14 +164,14 @@ class Engine:
             )
         if len(prompt) + new > self.max_len:
             raise RequestError(
-                f"the prompt of {len(prompt)} tokens and {new} new ones make {len(prompt) + new} positions; a request "
-                f"has room for {self.max_len}: shorten the prompt or ask for fewer"
+                f"the prompt of {number_of(len(prompt), 'token')} and {new} new ones make {len(prompt) + new} "
+                f"positions; a request has room for {self.max_len}: shorten the prompt or ask for fewer"
             )
         page, pages = self._runner.page_size, self._runner.pages
         if (need := -(-(len(prompt) + new) // page)) > pages:
             raise RequestError(
-                f"the prompt of {len(prompt)} tokens and {new} new ones take {need} pages of {page} positions, and the "
-                f"cache has {pages}: shorten the prompt, ask for fewer, or start with more pages"
+                f"the prompt of {number_of(len(prompt), 'token')} and {new} new ones take {need} pages of {page} "
+                f"positions, and the cache has {pages}: shorten the prompt, ask for fewer, or start with more pages"
             )
         for token, value in request.logit_bias.items():
             if not 0 <= token < self.vocab_size:

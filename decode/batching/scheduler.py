@@ -24,6 +24,7 @@ from decode.batching.shapes import Shapes
 from decode.batching.speculation import Speculation
 from decode.batching.targets import Targets
 from decode.decoder import NumericsError
+from model.wording import number_of
 
 Deliver = Callable[[Job, Event], None]
 
@@ -77,7 +78,7 @@ class Scheduler:
         if len(self.waiting) >= self.max_queue:
             self.counts["refused"] += 1
             ahead = self.targets.first_token_s(len(request.prompt), request.max_new_tokens, self.running, self.waiting)
-            raise RefusedError(f"{len(self.waiting)} requests wait already, the most that may; try later", ahead)
+            raise RefusedError(f"the queue of {number_of(self.max_queue, 'request')} is full; try later", ahead)
         job = Job(ticket, request, self._order, now, list(request.prompt))
         if self.targets.ttft_s is not None:
             predicted = self.targets.first_token_s(

@@ -104,6 +104,11 @@ def check_destination(path: Path | str, overwrite: bool = False) -> Path:
     `overwrite` allows replacing a checkpoint of this format, and nothing else. An empty folder may go.
     """
     path = Path(path).expanduser().absolute()
+    above = next(one for one in path.parents if one.exists())
+    if not above.is_dir():
+        raise CheckpointError(f"cannot write {path}: {above} is a file; choose another path")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot write {path}: no permission to write in {above}; choose another path")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return path
     if not is_orbax(path):

@@ -23,7 +23,7 @@ from sharding.hlo_types import type_elements
 from sharding.layout import Layout
 from tests.aot.test_decode_step import machine
 
-pytestmark = pytest.mark.xdist_group("aot")  # one worker compiles
+pytestmark = [pytest.mark.xdist_group("aot"), pytest.mark.optimized]  # one worker compiles
 
 L, SLOTS, PAGES, PAGE, TABLE = 2, 64, 16384, 16, 512
 CALLS = {"tpu": "tpu_custom_call", "gpu": "__gpu$xla.gpu.triton"}

@@ -17,7 +17,7 @@ from model.quantize import WeightFormat
 from scripts._compiled import CompileCase, compile_facts
 from sharding.aot import problem, target
 
-pytestmark = pytest.mark.xdist_group("aot")  # one worker compiles
+pytestmark = [pytest.mark.xdist_group("aot"), pytest.mark.optimized]  # one worker compiles
 
 L = 2
 MIB = 2**20

@@ -202,7 +202,7 @@ def test_a_prompt_without_room_for_a_token() -> None:
     check_fits(config, [1, 31, 5], 32)
     with pytest.raises(CacheOverflowError, match=r"prompt 1 has 32 tokens.*max_len 32.*allows 64"):
         check_fits(config, [31, 32], 32)
-    with pytest.raises(CacheOverflowError, match=r"prompt 0 has 1 tokens.*max_len 0"):
+    with pytest.raises(CacheOverflowError, match=r"prompt 0 has 1 token,.*max_len 0"):
         check_fits(config, [1], 0)
 
 

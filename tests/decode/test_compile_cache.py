@@ -76,7 +76,8 @@ def test_an_unusable_folder_is_a_note_and_no_error(tmp_path: Path, monkeypatch: 
         ([], "cache not used: each program compiled in less than 0.3 s"),
         ([HIT, HIT], "cache hit"),
         ([MISS], "cache miss"),
-        ([HIT, MISS, HIT, "/jax/other"], "cache: 2 hits, 1 misses"),
+        ([HIT, MISS, HIT, "/jax/other"], "cache: 2 hits, 1 miss"),
+        ([MISS, HIT, MISS], "cache: 1 hit, 2 misses"),
     ],
 )
 def test_hits_and_misses_are_counted_from_then_on(tmp_path: Path, events: list[str], told: str) -> None:

@@ -29,7 +29,7 @@ from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from tests.decode.hlo_reading import aliases, buffers, loops
 
-pytestmark = pytest.mark.xdist_group("compiled")  # one worker compiles each program once
+pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.optimized]  # one worker compiles each program once
 
 # Llama's proportions, small. Caches of 2048 positions are many blocks of attention, those of 64 less than one.
 LLAMA = LlamaConfig(

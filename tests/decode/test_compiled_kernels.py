@@ -19,6 +19,8 @@ from sharding.layout import Layout
 from tests.kernels.compiled import machine
 from tests.model.checkpoint_files import small_config
 
+pytestmark = pytest.mark.optimized
+
 LAYERS, BATCH, CONTEXT = 1, 4, 16383
 CONFIG = small_config(
     hidden_size=512,

@@ -14,6 +14,8 @@ from model.checkpoint.demo import GGUF_SHA256
 from tests.decode.running import demo_decoder, golden_demo, golden_model, golden_random, make_decoder, run
 from tests.golden.cases import CASES, checksum, tensors, tokens
 
+pytestmark = pytest.mark.optimized
+
 RANDOM_TOLERANCE = 5e-5
 """Both sides are float32 and sum in different orders; twice the largest difference seen."""
 

@@ -12,6 +12,8 @@ from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from tests.decode.running import demo_model, run
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize("name", ["int8", "int4", "stored"])
 def test_the_capital_of_france(name: str) -> None:

@@ -14,6 +14,8 @@ from model.presets import PRESETS
 from sharding.mesh import factorise
 from tests.kernels.compiled import compile_for
 
+pytestmark = pytest.mark.optimized
+
 PLATFORMS = {"v5e": "tpu", "v6e": "tpu", "h100": "gpu"}
 
 TARGETS = {"tpu": "tpu_custom_call", "gpu": "__gpu$xla.gpu.triton"}

@@ -34,6 +34,8 @@ from tests.golden.ask import CHECKOUT, Answer, ask_transformers, clean_environme
 from tests.golden.cases import CASES, ROPE_CASES, tensors, tokens, write_weights
 from tests.golden.demo_folder import write_demo
 
+pytestmark = pytest.mark.optimized
+
 for package in ("torch", "transformers"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed (the parity extra)", allow_module_level=True)

@@ -1,4 +1,7 @@
-"""Commands run inside the test process: nothing they set stays behind, and the bandwidth buffer is small."""
+"""Commands run inside the test process: nothing they set stays behind, and the bandwidth buffer is small.
+
+They find what the session compiled before them, as a user's second run does.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,10 @@ from sharding.bandwidth import ReadProbe, measure_read_bandwidth
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """For tests that call ``main``: eight CPU devices, no compilation cache, a cache folder of their own."""
+    """For tests that call ``main``: eight CPU devices, a cache folder of their own."""
     assert jax.device_count() == 8  # and so JAX has started
     names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
     kept = {name: getattr(jax.config, name) for name in names}
-    for name, off in zip(names, (False, None), strict=True):
-        jax.config.update(name, off)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = functools.partial(measure_read_bandwidth, total_bytes=1 << 20, repeats=2)
     monkeypatch.setattr(generate, "measure_read_bandwidth", small)

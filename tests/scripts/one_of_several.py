@@ -26,7 +26,6 @@ from model.checkpoint.safetensors import SafetensorsSource
 def main() -> int:
     module, fate, count_file, *arguments = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
     count = [0]
     read, run = SafetensorsSource.read, Decoder._run
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240
 """Far more than any of these runs takes: a test that hangs fails instead."""
@@ -28,6 +30,13 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def session_cache() -> dict[str, str]:
+    """The environment in which a process finds what the session's others compiled."""
+    folder = jax.config.jax_compilation_cache_dir
+    assert folder is not None
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
 def run_several(
     module: str,
     folder: Path,
@@ -44,7 +53,7 @@ def run_several(
     One whose fate is "absent" is not started. A process that is frozen is killed once the others have ended.
     """
     coordinator = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **session_cache()}
     if slurm:
         job = {
             "JOB_ID": str(os.getpid()),

@@ -14,7 +14,7 @@ from scripts.compile_report import main
 from sharding.aot import problem
 from tests.scripts.tiny import write_tiny
 
-pytestmark = pytest.mark.xdist_group("aot")
+pytestmark = [pytest.mark.xdist_group("aot"), pytest.mark.optimized]
 
 KEYS = {
     "fits",

@@ -44,7 +44,7 @@ def test_rows_waste_fewer_than_one_token_each() -> None:
     assert rows_of(range(10), 4) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert rows_of(range(8), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows_of(range(3), 100) == [[0, 1, 2]]
-    with pytest.raises(UsageError, match="1 tokens"):
+    with pytest.raises(UsageError, match="has 1 token;"):
         rows_of([1], 4)
 
 

@@ -97,6 +97,23 @@ def test_what_does_not_fit_is_a_warning_with_the_shortfall_and_the_cure(capsys):
     assert r["smallest_tp_that_fits"] == 2
 
 
+def test_the_verdict_is_on_the_counts_that_hold_the_model(capsys):
+    """The gain over a count that does not fit is over nothing, and doubling begins where the model fits."""
+    r = numbers(capsys, *BASE, "--tp", "1,2,4", "--context", "0")
+    alone = numbers(capsys, *BASE, "--tp", "2,4", "--context", "0")["verdict"]
+    assert r["verdict"] == alone | {"text": f"{alone['text']}; they do not fit at tp = 1"}
+    assert r["doubling"]["from"] == 2
+    one = numbers(capsys, *BASE, "--tp", "1,2", "--context", "0")["verdict"]
+    assert one["pays_until"] == 2
+    assert one["text"].startswith("only tp = 2 holds the model and its cache: nothing to compare")
+    none = numbers(capsys, *BASE, "--tp", "1", "--context", "0")["verdict"]
+    assert (none["pays_until"], none["stopped_by"]) == (None, "memory")
+    _, out, _ = run(capsys, *BASE, "--tp", "1", "--context", "0")
+    assert "verdict: tp = 1: the model and its cache do not fit" in out
+    # 16 devices hold it, and the wires join 8.
+    assert numbers(capsys, *BASE, "--dtype", "f32", "--tp", "4", "--batch", "64")["doubling"] is None
+
+
 def test_more_devices_than_the_wires_join_is_said(capsys):
     _, out, _ = run(capsys, *BASE, "--tp", "16")
     assert "NVLink 4 joins 8 devices; tp = 16" in out

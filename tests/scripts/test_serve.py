@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from scripts.serve import main
-from tests.scripts.several import PATIENCE_S, ROOT, free_port
+from tests.scripts.several import PATIENCE_S, ROOT, free_port, session_cache
 from tests.scripts.tiny import EOS, answer, text_of, tokens_of, write_tiny
 
 NEW = 20
@@ -28,10 +28,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def start(tiny: Path, *options: str) -> subprocess.Popen[str]:
+def start(tiny: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scripts.serve", "--model", str(tiny), "--port", "0", *SMALL, *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **pipes)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **session_cache(), **environment}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
@@ -95,7 +96,7 @@ def test_a_server_from_start_to_end(tiny: Path) -> None:
 
 
 def test_a_signal_while_it_compiles(tiny: Path) -> None:
-    process = start(tiny)
+    process = start(tiny, JAX_ENABLE_COMPILATION_CACHE="0")
     with ended([process]):
         url_of(process)
         process.send_signal(signal.SIGINT)

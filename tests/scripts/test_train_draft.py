@@ -92,7 +92,7 @@ def test_the_teacher_writes_the_text(
     in_process: None, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(teacher, tmp_path / "draft", "--rows", "8", "--write-batch", "6", "--epochs", "1") == 0
-    assert "1 layers, 64 tokens in its vocabulary" in capsys.readouterr().out
+    assert "1 layer, 64 tokens in its vocabulary" in capsys.readouterr().out
     model = open_model(str(tmp_path / "draft"))
     assert model.config.num_layers == 1
     assert model.load_tokenizer().stop_token_ids

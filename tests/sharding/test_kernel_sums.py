@@ -101,6 +101,7 @@ def test_platforms_without_it_are_told(form: Any) -> None:
     Collectives("scatter").check_platform("cpu")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("name", "form", "call"),
     [

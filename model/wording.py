@@ -1,0 +1,8 @@
+"""Counts in sentences."""
+
+from __future__ import annotations
+
+
+def number_of(count: int, noun: str) -> str:
+    """ "1 token", "2,048 tokens". noun: one that takes an s, with what stands before it ("prompt token")."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
