@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decode.batching.jobs import Plan
-from decode.batching.paged_cache import PagedCache, abstract_pages
+from decode.batching.paged_cache import PagedCache, abstract_pages, page_specs
 from decode.batching.program import Packing
 from decode.batching.shapes import Shapes
 from decode.cache import KVCache, empty
@@ -168,8 +168,8 @@ def fill(paged: PagedDraft, shape: Packing) -> Any:
         _, pages = model(tokens[None], jnp.maximum(positions, 0)[None], pages)
         return pages.cache
 
-    specs = (draft.leaf_specs(), programs._cache_spec(), PartitionSpec())
-    return programs._jit(run, specs, programs._cache_spec(), donate=(1,))
+    specs = (draft.leaf_specs(), page_specs(programs), PartitionSpec())
+    return programs._jit(run, specs, page_specs(programs), donate=(1,))
 
 
 def propose(paged: PagedDraft, shape: Asking) -> Any:
@@ -214,5 +214,5 @@ def propose(paged: PagedDraft, shape: Asking) -> Any:
         none = jnp.zeros((paged.max_batch, MOST_PROPOSALS), jnp.int32)
         return cache, none.at[slots].set(out, mode="drop")
 
-    specs = (draft.leaf_specs(), programs._cache_spec(), PartitionSpec())
-    return programs._jit(run, specs, (programs._cache_spec(), PartitionSpec()), donate=(1,))
+    specs = (draft.leaf_specs(), page_specs(programs), PartitionSpec())
+    return programs._jit(run, specs, (page_specs(programs), PartitionSpec()), donate=(1,))

@@ -19,7 +19,7 @@ from decode.batching.jobs import Job, Plan
 from decode.batching.options import EngineOptions, EngineStats
 from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
-from decode.batching.program import Chosen, Packing, sampler_words
+from decode.batching.program import SLOT_WORDS, Chosen, Packing, sampler_words
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
 from decode.batching.runner import Runner
 from decode.batching.scheduler import Scheduler
@@ -104,7 +104,7 @@ class Engine:
         )
         self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
         self._in_table: dict[int, list[int]] = {}
-        self._words: dict[Job, np.ndarray] = {}
+        self._sampler = np.zeros((self.options.max_batch, SLOT_WORDS), np.int32)  # by slot, of those that got a token
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
         self._changed = threading.Condition(threading.RLock())
@@ -295,15 +295,14 @@ class Engine:
             if piece.proposal is None:  # else its job came just before
                 self._put_pages(piece.job)
         for job, _ in plan.sampled:
-            if job not in self._words:
-                self._words[job] = sampler_words(job)
-            request = job.request
-            # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
-            if job.fresh and (request.logit_bias or request.sampling.repetition_penalty != 1):
-                self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
-            job.fresh = False
+            if job.fresh:
+                # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
+                request, job.fresh = job.request, False
+                self._sampler[job.slot] = sampler_words(job)
+                if request.logit_bias or request.sampling.repetition_penalty != 1:
+                    self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
-        return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
+        return packing.pack(plan, self._sampler, self._tables, self._runner.max_batch)
 
     def _put_pages(self, job: Job) -> None:
         """A job's pages in its slot's row of the table; in most steps they are there already."""
@@ -322,7 +321,7 @@ class Engine:
         if plan.fills:
             _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
             fills = Plan([], plan.fills, [], 0, size, 0)
-            vector = Packing(0, size, runner.pages_each).pack(fills, self._words.__getitem__, self._tables, 0)
+            vector = Packing(0, size, runner.pages_each).pack(fills, self._sampler, self._tables, 0)
             calls.append(functools.partial(runner.fill, size, vector))
         if plan.proposals:
             asking = draft.asking(len(plan.proposals))
@@ -381,7 +380,6 @@ class Engine:
     def _deliver(self, job: Job, event: Event) -> None:
         if event.finish_reason:
             self._jobs.pop(job.ticket.id, None)
-            self._words.pop(job, None)
             if not self._jobs:
                 self._changed.notify_all()  # who drains
         try:
