@@ -156,7 +156,7 @@ def step(programs: Programs, shape: Packing) -> Any:
         proposals: jax.Array,
         vector: jax.Array,
     ) -> tuple[KVCache, jax.Array, jax.Array, Chosen]:
-        model = programs._model(graph, params)
+        model = programs.model(graph, params)
         tokens, positions, sampler, tables = shape.parts(vector)
         places, slots = sampler[0], sampler[1]
         floats = lax.bitcast_convert_type(sampler, jnp.float32)
@@ -193,10 +193,10 @@ def step(programs: Programs, shape: Packing) -> Any:
 
     everywhere: Any = PartitionSpec()
     split = programs.layout.spec(SEEN)
-    return programs._jit(
+    return programs.jit(
         run,
         (
-            programs._param_specs(),
+            programs.param_specs(),
             page_specs(programs),
             everywhere,
             split,
@@ -218,4 +218,4 @@ def set_slot(programs: Programs) -> Callable[..., Any]:
         return seen.at[slot].set(seen_row), bias.at[slot].set(bias_row)
 
     split, row = programs.layout.spec(SEEN), programs.layout.spec(("vocab",))
-    return programs._jit(run, (split, split, PartitionSpec(), row, row), (split, split), donate=(0, 1))
+    return programs.jit(run, (split, split, PartitionSpec(), row, row), (split, split), donate=(0, 1))
