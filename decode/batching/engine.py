@@ -123,8 +123,12 @@ class Engine:
             raise EngineError("this engine was started before; make a new one")
         if jax.process_index() != 0:
             raise EngineError(f"process 0 starts the engine; process {jax.process_index()} calls follow()")
-        for rows, prompt, seconds in self._runner.compile():
+        timed = self._runner.compile()
+        for rows, prompt, seconds in timed:
             self._fit.saw(rows, prompt, 0, seconds)
+        if self._speculation is not None:
+            for shape in timed:
+                self._speculation.timed(*shape)
         self._runner.lead()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready = True
@@ -343,9 +347,11 @@ class Engine:
             if self._runner.draft is not None:
                 self._learn_proposals(sent.plan, words[:, 2].tolist())
             logprobs = words[:, 1].copy().view(np.float32).tolist()
-            self._scheduler.complete(sent.plan, words[:, 0].tolist(), logprobs, tops, came)
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
+            accepted = self._scheduler.complete(plan, words[:, 0].tolist(), logprobs, tops, came)
             self._fit.saw(plan.R, plan.C, plan.context, seconds - sent.draft_s)
+            if self._speculation is not None:
+                self._speculation.ran(plan, accepted, seconds, sent.draft_s)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
             before, _ = self._of_shape.get((plan.R, plan.C), (seconds, 0))
             self._of_shape[plan.R, plan.C] = before + RECENT * (seconds - before), plan.context

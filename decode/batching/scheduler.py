@@ -101,22 +101,28 @@ class Scheduler(Batch):
 
     def complete(
         self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top], now: float
-    ) -> None:
-        """Take a step's tokens, one for each of ``plan.sampled``, and end what they end."""
+    ) -> int:
+        """Take a step's tokens, one for each of ``plan.sampled``, and end what they end.
+
+        Returns:
+            How many of its proposals stood.
+        """
         self._on_their_way -= 1
         if plan.proposals:
             self._in_doubt = False
         drawn = zip(plan.sampled, tokens, logprobs, tops, strict=True)
         if plan.proposals:
-            for job, own in itertools.groupby(drawn, key=lambda one: one[0][0]):
+            return sum(
                 self._took(job, plan.proposals.get(job, []), [one[1:] for one in own], now)
-            return
+                for job, own in itertools.groupby(drawn, key=lambda one: one[0][0])
+            )
         for (job, _), token, logprob, top in drawn:
             job.in_flight -= 1
             if not job.ended:  # else it stopped, or was cancelled, with this step on its way
                 self._add(job, token, logprob, top, now)
                 if self.speculation is not None:
                     self.speculation.plain(job)
+        return 0
 
     def _sent(self, rows: list[Piece], pieces: list[Piece]) -> list[tuple[Job, int]]:
         """Note that these are computed: the jobs that get a token, and its position."""
@@ -134,11 +140,12 @@ class Scheduler(Batch):
             self.holdings.name(job)
         return sampled
 
-    def _took(self, job: Job, proposals: list[int], drawn: list[tuple[int, float, Top]], now: float) -> None:
-        """A job's tokens, logprobs and likeliest from a step with proposals: one, and one for each that stands."""
+    def _took(self, job: Job, proposals: list[int], drawn: list[tuple[int, float, Top]], now: float) -> int:
+        """A job's tokens, logprobs and likeliest from a step with proposals: one, and one for each that stands, as many
+        of which are returned."""
         job.in_flight -= 1
         if job.ended:
-            return
+            return 0
         token, accepted = -1, 0
         for place, (following, logprob, top) in enumerate(drawn):
             if place:
@@ -153,7 +160,7 @@ class Scheduler(Batch):
         assert self.speculation is not None, "it proposed"
         if not proposals:
             self.speculation.plain(job)
-            return
+            return 0
         self.counts["proposed_tokens"] += len(proposals)
         self.counts["accepted_tokens"] += accepted
         if job.guess is not None:
@@ -161,6 +168,7 @@ class Scheduler(Batch):
             self.speculation.judged(job, len(proposals), accepted)
             self.holdings.drafted.grew(job, before)
         self.holdings.shrink(job)
+        return accepted
 
     def _add(self, job: Job, token: int, logprob: float, top: Top, now: float) -> None:
         """A job's next token, which may end it."""
