@@ -174,7 +174,7 @@ class Decoder:
         for start, size in self._pieces(T):
             piece = _pad([row[start : start + size] for row in tokens], size)
             program = self._logits_program(B, size, max_len)
-            cache, logits = program(self.params, cache, self._put(piece, ("batch", None)), np.int32(start))
+            cache, logits = program(self.params, cache, self.put(piece, ("batch", None)), np.int32(start))
             out.append(np.asarray(logits)[:, : min(size, T - start), : self.config.vocab_size])
         return np.concatenate(out, axis=1)
 
@@ -205,21 +205,21 @@ class Decoder:
         """Prefill: the cache, the rows with their first token, and its log-probabilities float32 [B]."""
         B, form, values = len(prompts), sampling.form, SamplingValues.of(sampling)
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
-        lengths = self._put(lens, BATCH)
+        lengths = self.put(lens, BATCH)
         cache = self.make_cache(B, max_len)
-        hidden = self._put(np.zeros((B, self.config.hidden_size), self.dtype), ("batch", None))
+        hidden = self.put(np.zeros((B, self.config.hidden_size), self.dtype), ("batch", None))
         seen = None
         if form.penalty:
             shape = self.layout.padded_shape((B, self.config.vocab_size), SEEN)
-            seen = self._put(np.zeros(shape, bool), SEEN)
+            seen = self.put(np.zeros(shape, bool), SEEN)
         for at, size in self._pieces(int(lens.max())):
-            piece = self._put(_pad([prompt[at : at + size] for prompt in prompts], size), ("batch", None))
+            piece = self.put(_pad([prompt[at : at + size] for prompt in prompts], size), ("batch", None))
             program = self.prefill_program(B, size, max_len, form)
             cache, hidden, seen, token, logprob = program(
                 self.params, cache, hidden, seen, piece, np.int32(at), lengths, values
             )
-        done = self._put(np.zeros(B, bool), BATCH)
-        return cache, Rows(token, lengths, self._put(np.array(ends, np.int32), BATCH), done, seen), logprob
+        done = self.put(np.zeros(B, bool), BATCH)
+        return cache, Rows(token, lengths, self.put(np.array(ends, np.int32), BATCH), done, seen), logprob
 
     def step_args(self, stop_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[np.ndarray, SamplingValues]:
         """What the decode program takes beside cache, rows and step count: padded stop ids, and sampler numbers."""
@@ -244,7 +244,7 @@ class Decoder:
         first = np.asarray(rows.token)
         yield as_arrival(first[None], np.asarray(logprob)[None], 0)
         done = np.isin(first, stop_ids) | (np.array([len(prompt) for prompt in prompts]) + 1 >= ends)
-        rows = rows._replace(done=self._put(done, BATCH))
+        rows = rows._replace(done=self.put(done, BATCH))
         program = self.decode_program(len(prompts), max_len, sampling.form)
         pending: list[Emitted] = []
         left = max(end - len(prompt) for end, prompt in zip(ends, prompts, strict=True)) - 1
@@ -317,12 +317,20 @@ class Decoder:
         Shapes are made only for a new program: a lookup is on the way to the first token.
         """
         key = (*key, capacity(max_len, self.layout.kv_seq))
-        if key not in self._compiled:
+
+        def compiled() -> Any:
             began = time.perf_counter()
             cache = self.abstract_cache(key[1], max_len)
-            lowered = program().lower(self.programs.abstract_params(), cache, *arguments())
-            self._compiled[key] = lowered.compile()
+            found = program().lower(self.programs.abstract_params(), cache, *arguments()).compile()
             self.compile_s += time.perf_counter() - began
+            return found
+
+        return self.once(key, compiled)
+
+    def once(self, key: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:
+        """What ``compiled()`` made for this key at the first call: programs are kept as long as the decoder."""
+        if key not in self._compiled:
+            self._compiled[key] = compiled()
         return self._compiled[key]
 
     def abstract_cache(self, batch: int, max_len: int) -> KVCache:
@@ -331,7 +339,8 @@ class Decoder:
     def _abstract(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None]) -> Any:
         return jax.ShapeDtypeStruct(self.layout.padded_shape(shape, axes), dtype, sharding=self.layout.sharding(axes))
 
-    def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
+    def put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
+        """The same on the mesh, split by these logical axes."""
         return place_on_mesh(value, self.layout.sharding(axes))
 
 

@@ -128,7 +128,7 @@ class Programs:
             lengths: jax.Array,
             values: SamplingValues,
         ) -> tuple[KVCache, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-            model = self._model(self.graph, params)
+            model = self.model(self.graph, params)
             B, T = tokens.shape
             positions = jnp.broadcast_to(start + jnp.arange(T, dtype=jnp.int32), (B, T))
             states, cache = model(tokens, positions, cache)
@@ -144,11 +144,11 @@ class Programs:
         seen = self._seen_spec(form)
         batch = self.layout.spec(BATCH)
         hidden = self.layout.spec(("batch", None))
-        return self._jit(
+        return self.jit(
             run,
             (
-                self._param_specs(),
-                self._cache_spec(),
+                self.param_specs(),
+                self.cache_spec(),
                 hidden,
                 seen,
                 hidden,
@@ -156,7 +156,7 @@ class Programs:
                 batch,
                 PartitionSpec(),
             ),
-            (self._cache_spec(), hidden, seen, batch, batch),
+            (self.cache_spec(), hidden, seen, batch, batch),
             donate=(1, 2, 3),
         )
 
@@ -174,7 +174,7 @@ class Programs:
             steps: jax.Array,
             values: SamplingValues,
         ) -> tuple[KVCache, Rows, Emitted]:
-            model = self._model(self.decode_graph, params)
+            model = self.model(self.decode_graph, params)
             B = rows.token.shape[0]
             emitted = Emitted(jnp.full((MAX_STEPS, B), -1, jnp.int32), jnp.zeros((MAX_STEPS, B), jnp.float32))
 
@@ -216,17 +216,17 @@ class Programs:
         batch: Any = self.layout.spec(BATCH)
         rows = Rows(batch, batch, batch, batch, self._seen_spec(form))
         out: Any = self.layout.spec((None, "batch"))
-        return self._jit(
+        return self.jit(
             run,
             (
-                self._param_specs(),
-                self._cache_spec(),
+                self.param_specs(),
+                self.cache_spec(),
                 rows,
                 PartitionSpec(),
                 PartitionSpec(),
                 PartitionSpec(),
             ),
-            (self._cache_spec(), rows, Emitted(out, out)),
+            (self.cache_spec(), rows, Emitted(out, out)),
             donate=(1, 2),
         )
 
@@ -240,34 +240,38 @@ class Programs:
         def run(
             params: list[jax.Array], cache: KVCache, tokens: jax.Array, start: jax.Array
         ) -> tuple[KVCache, jax.Array]:
-            model = self._model(self.precise_graph, params)
+            model = self.model(self.precise_graph, params)
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             hidden, cache = model(tokens, positions, cache)
             return cache, model.logits(hidden)
 
         tokens = self.layout.spec(("batch", None))
-        return self._jit(
+        return self.jit(
             run,
-            (self._param_specs(), self._cache_spec(), tokens, PartitionSpec()),
-            (self._cache_spec(), self.layout.spec(("batch", None, "vocab"))),
+            (self.param_specs(), self.cache_spec(), tokens, PartitionSpec()),
+            (self.cache_spec(), self.layout.spec(("batch", None, "vocab"))),
             donate=(1,),
         )
 
-    def _model(self, graph: nnx.GraphDef[Llama], params: list[jax.Array]) -> Llama:
+    def model(self, graph: nnx.GraphDef[Llama], params: list[jax.Array]) -> Llama:
+        """One of the graphs with parameters, inside a program."""
         return nnx.merge(graph, jax.tree.unflatten(self.treedef, params))
 
-    def _param_specs(self) -> list[PartitionSpec]:
+    def param_specs(self) -> list[PartitionSpec]:
+        """How each parameter is split."""
         return [self.layout.spec(axes) for axes in self.axes]
 
-    def _cache_spec(self) -> KVCache:
+    def cache_spec(self) -> KVCache:
+        """How the contiguous cache is split."""
         return cache_specs(self.config, self.layout, self.cache_dtype, stacked=self.stacked)
 
     def _seen_spec(self, form: SamplingForm) -> Any:
         return self.layout.spec(SEEN) if form.penalty else None
 
-    def _jit(
+    def jit(
         self, run: Callable[..., Any], in_specs: Any, out_specs: Any, *, donate: tuple[int, ...]
     ) -> Callable[..., Any]:
+        """``run`` over the devices of the mesh, jitted: one ``jax.shard_map``. donate: arguments it may overwrite."""
         # Outputs that are the same on every device (tokens) leave the map unsplit; that they agree is by construction.
         mapped = jax.shard_map(run, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)

@@ -289,25 +289,33 @@ def _run_many(
 ) -> ManyRun | None:
     """Every prompt through the engine. Texts are shown as they end, or after the bar where both are on a terminal."""
     held = screen.out is not None and screen.out.isatty() and sys.stderr.isatty() and not args.quiet
-    many = run_many(
-        decoder,
-        tokenizer,
-        [prompt.tokens for prompt in prompts],
-        batch=args.batch,
-        max_new_tokens=args.max_new_tokens,
-        max_len=max_len,
-        sampling=sampling,
-        stop=args.stop,
-        continuation=[prompt.continues for prompt in prompts],
-        progress=not args.quiet,
-        done=lambda place, completion: None if held else screen.show_one(prompts[place], completion),
-        proposals=k if args.speculate else 0,
-        draft=make_draft(args.speculate, decoder, args.draft_dtype) if args.speculate else None,
-    )
-    if held and many is not None:
-        for prompt, completion in zip(prompts, many.completions, strict=True):
+    ended: list[tuple[Prompt, Completion]] = []
+
+    def done(place: int, completion: Completion) -> None:
+        if held:
+            ended.append((prompts[place], completion))
+        else:
+            screen.show_one(prompts[place], completion)
+
+    try:
+        return run_many(
+            decoder,
+            tokenizer,
+            [prompt.tokens for prompt in prompts],
+            batch=args.batch,
+            max_new_tokens=args.max_new_tokens,
+            max_len=max_len,
+            sampling=sampling,
+            stop=args.stop,
+            continuation=[prompt.continues for prompt in prompts],
+            progress=not args.quiet,
+            done=done,
+            proposals=k if args.speculate else 0,
+            draft=make_draft(args.speculate, decoder, args.draft_dtype) if args.speculate else None,
+        )
+    finally:  # of a run that is interrupted or fails, too: what was computed is shown
+        for prompt, completion in ended:
             screen.show_one(prompt, completion)
-    return many
 
 
 def _quantised(quantization: Quantization) -> str:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decode.batching.jobs import Plan
-from decode.batching.paged_cache import PagedCache, abstract_pages
+from decode.batching.paged_cache import PagedCache, abstract_pages, page_specs
 from decode.batching.program import Packing
 from decode.batching.shapes import Shapes
 from decode.cache import KVCache, empty
@@ -84,7 +84,7 @@ class PagedDraft:
         """Compile every shape, and time it."""
         decoder = self.draft.decoder
         self._cache = empty(abstract_pages(decoder, self.pages, self.page_size))
-        self.proposals = decoder._put(np.zeros((self.max_batch, MOST_PROPOSALS), np.int32), (None, None))
+        self.proposals = decoder.put(np.zeros((self.max_batch, MOST_PROPOSALS), np.int32), (None, None))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._cache)
         leaves = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.draft.leaves()
@@ -92,10 +92,8 @@ class PagedDraft:
 
         def compiled(kind: str, layout: Packing | Asking, make: Callable[[], Any]) -> Any:
             key = ("batched draft", kind, layout, self.pages, self.page_size, self.max_batch)
-            if key not in decoder._compiled:  # engines over one draft share what fits both
-                vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
-                decoder._compiled[key] = make().lower(leaves, shapes, vector).compile()
-            return decoder._compiled[key]
+            vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
+            return decoder.once(key, lambda: make().lower(leaves, shapes, vector).compile())  # engines share it
 
         for size in self.fill_sizes:
             tiles = Packing(0, size, self.pages_each)
@@ -162,14 +160,14 @@ def fill(paged: PagedDraft, shape: Packing) -> Any:
     platform = programs.layout.platform
 
     def run(leaves: Any, cache: KVCache, vector: jax.Array) -> KVCache:
-        model = programs._model(programs.graph, leaves[0])
+        model = programs.model(programs.graph, leaves[0])
         tokens, positions, _, tables = shape.parts(vector)
         pages = PagedCache(cache, tables, positions, 0, platform, programs.kernels)
         _, pages = model(tokens[None], jnp.maximum(positions, 0)[None], pages)
         return pages.cache
 
-    specs = (draft.leaf_specs(), programs._cache_spec(), PartitionSpec())
-    return programs._jit(run, specs, programs._cache_spec(), donate=(1,))
+    specs = (draft.leaf_specs(), page_specs(programs), PartitionSpec())
+    return programs.jit(run, specs, page_specs(programs), donate=(1,))
 
 
 def propose(paged: PagedDraft, shape: Asking) -> Any:
@@ -184,7 +182,7 @@ def propose(paged: PagedDraft, shape: Asking) -> Any:
 
     def run(leaves: Any, cache: KVCache, vector: jax.Array) -> tuple[KVCache, jax.Array]:
         params, cut = leaves
-        model = programs._model(programs.decode_graph, params)
+        model = programs.model(programs.decode_graph, params)
         (slots, newest_at, before, newest, counts), tables = shape.parts(vector)
 
         def computed(
@@ -214,5 +212,5 @@ def propose(paged: PagedDraft, shape: Asking) -> Any:
         none = jnp.zeros((paged.max_batch, MOST_PROPOSALS), jnp.int32)
         return cache, none.at[slots].set(out, mode="drop")
 
-    specs = (draft.leaf_specs(), programs._cache_spec(), PartitionSpec())
-    return programs._jit(run, specs, (programs._cache_spec(), PartitionSpec()), donate=(1,))
+    specs = (draft.leaf_specs(), page_specs(programs), PartitionSpec())
+    return programs.jit(run, specs, (page_specs(programs), PartitionSpec()), donate=(1,))

@@ -19,7 +19,7 @@ from decode.batching.jobs import Job, Plan
 from decode.batching.options import EngineOptions, EngineStats
 from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
-from decode.batching.program import Chosen, Packing, sampler_words
+from decode.batching.program import SLOT_WORDS, Chosen, Packing, sampler_words
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
 from decode.batching.runner import Runner
 from decode.batching.scheduler import Scheduler
@@ -105,7 +105,7 @@ class Engine:
         )
         self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
         self._in_table: dict[int, list[int]] = {}
-        self._words: dict[Job, np.ndarray] = {}
+        self._sampler = np.zeros((self.options.max_batch, SLOT_WORDS), np.int32)  # by slot, of those that got a token
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
         self._changed = threading.Condition(threading.RLock())
@@ -124,8 +124,12 @@ class Engine:
             raise EngineError("this engine was started before; make a new one")
         if jax.process_index() != 0:
             raise EngineError(f"process 0 starts the engine; process {jax.process_index()} calls follow()")
-        for rows, prompt, seconds in self._runner.compile():
+        timed = self._runner.compile()
+        for rows, prompt, seconds in timed:
             self._fit.saw(rows, prompt, 0, seconds)
+        if self._speculation is not None:
+            for shape in timed:
+                self._speculation.timed(*shape)
         self._runner.lead()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready = True
@@ -296,15 +300,14 @@ class Engine:
             if piece.proposal is None:  # else its job came just before
                 self._put_pages(piece.job)
         for job, _ in plan.sampled:
-            if job not in self._words:
-                self._words[job] = sampler_words(job)
-            request = job.request
-            # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
-            if job.fresh and (request.logit_bias or request.sampling.repetition_penalty != 1):
-                self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
-            job.fresh = False
+            if job.fresh:
+                # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
+                request, job.fresh = job.request, False
+                self._sampler[job.slot] = sampler_words(job)
+                if request.logit_bias or request.sampling.repetition_penalty != 1:
+                    self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
         packing = Packing(plan.R, plan.C, self._runner.pages_each)
-        return packing.pack(plan, self._words.__getitem__, self._tables, self._runner.max_batch)
+        return packing.pack(plan, self._sampler, self._tables, self._runner.max_batch)
 
     def _put_pages(self, job: Job) -> None:
         """A job's pages in its slot's row of the table; in most steps they are there already."""
@@ -323,7 +326,7 @@ class Engine:
         if plan.fills:
             _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
             fills = Plan([], plan.fills, [], 0, size, 0)
-            vector = Packing(0, size, runner.pages_each).pack(fills, self._words.__getitem__, self._tables, 0)
+            vector = Packing(0, size, runner.pages_each).pack(fills, self._sampler, self._tables, 0)
             calls.append(functools.partial(runner.fill, size, vector))
         if plan.proposals:
             asking = draft.asking(len(plan.proposals))
@@ -345,9 +348,11 @@ class Engine:
             if self._runner.draft is not None:
                 self._learn_proposals(sent.plan, words[:, 2].tolist())
             logprobs = words[:, 1].copy().view(np.float32).tolist()
-            self._scheduler.complete(sent.plan, words[:, 0].tolist(), logprobs, tops, came)
             plan, seconds = sent.plan, came - max(self._last_result, sent.at)
+            accepted = self._scheduler.complete(plan, words[:, 0].tolist(), logprobs, tops, came)
             self._fit.saw(plan.R, plan.C, plan.context, seconds - sent.draft_s)
+            if self._speculation is not None:
+                self._speculation.ran(plan, accepted, seconds, sent.draft_s)
             self._last_result, self._newest = came, (plan.R, plan.C, plan.context)
             before, _ = self._of_shape.get((plan.R, plan.C), (seconds, 0))
             self._of_shape[plan.R, plan.C] = before + RECENT * (seconds - before), plan.context
@@ -382,7 +387,6 @@ class Engine:
     def _deliver(self, job: Job, event: Event) -> None:
         if event.finish_reason:
             self._jobs.pop(job.ticket.id, None)
-            self._words.pop(job, None)
             if not self._jobs:
                 self._changed.notify_all()  # who drains
         try:

@@ -26,7 +26,7 @@ class Guess:
     drafted: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """A request on its way.
 
@@ -41,6 +41,7 @@ class Job:
     reused: positions of the prompt that came from the prefix cache at its first admission, None before.
     guess: what speculation knows of it; None where it does not speculate.
     first_at, last_at: when its first and newest token reached the host.
+    prompt_len, end: tokens of the prompt, and with all that may be generated.
     """
 
     ticket: Ticket
@@ -60,10 +61,12 @@ class Job:
     ended: bool = False
     first_at: float | None = None
     last_at: float = 0.0
+    prompt_len: int = field(init=False)
+    end: int = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt)
+        self.end = self.prompt_len + self.request.max_new_tokens
 
     @property
     def length(self) -> int:
@@ -80,13 +83,8 @@ class Job:
         """Tokens generated, those in flight too."""
         return self.length - self.prompt_len
 
-    @property
-    def whole(self) -> bool:
-        """Whether every token that it may have is generated or in flight."""
-        return self.sampled >= self.request.max_new_tokens
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: that makes each dearer, and a step has many
 class Piece:
     """Positions start..start+count of a job, computed in one step.
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from decode.cache import KVCache, held_dtype, to_storage
+from decode.cache import KVCache, abstract_cache, cache_specs, held_dtype, to_storage
 from decode.decoder import Decoder
+from decode.step import Programs
 from kernels.cache_attention.partial import Partial
 from kernels.cache_attention.scaled import quantize
 from kernels.paged_attention import extend_taken, paged_attention, paged_extend, paged_write
@@ -32,10 +33,14 @@ TILE = 16
 def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
     """The sharded shapes of a cache of so many pages of ``page_size`` positions.
 
+    All layers lie in one array, whatever the form of the model's own: a step is sent once a token, and each array that
+    it takes and gives back costs the host time.
+
     On TPU heads are padded to whole registers: XLA lays out an array of shorter ones with the pages innermost, and
     would copy all of it, there and back, in each step.
     """
-    cache = decoder.abstract_cache(pages, page_size)
+    config, layout, dtype = decoder.config, decoder.layout, decoder.programs.cache_dtype
+    cache = abstract_cache(config, pages, page_size, layout, dtype, stacked=True)
 
     def whole(numbers: Any) -> Any:
         size = numbers.shape[-1]
@@ -53,6 +58,11 @@ def abstract_pages(decoder: Decoder, pages: int, page_size: int) -> KVCache:
         key_scales=[in_a_row(scale) for scale in cache.key_scales],
         value_scales=[in_a_row(scale) for scale in cache.value_scales],
     )
+
+
+def page_specs(programs: Programs) -> KVCache:
+    """How ``abstract_pages`` is split."""
+    return cache_specs(programs.config, programs.layout, programs.cache_dtype, stacked=True)
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decode.batching.jobs import Job, Piece, Plan
-from decode.batching.paged_cache import TILE, PagedCache
+from decode.batching.paged_cache import TILE, PagedCache, page_specs
 from decode.batching.request import MOST_TOP_LOGPROBS
 from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, RowValues, sample_rows
 from decode.cache import KVCache
@@ -26,8 +26,11 @@ from decode.sampling import SamplingValues
 from decode.speculation.proposer import MOST_PROPOSALS
 from decode.step import SEEN, Programs, mark
 
-SAMPLER_WORDS = 11
-"""Numbers a sampled row: place, slot, position, asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
+SLOT_WORDS = 8
+"""Numbers a slot that stay: asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
+
+SAMPLER_WORDS = 3 + SLOT_WORDS
+"""Numbers a sampled row: place, slot, position, and those of its slot."""
 
 
 class Slots(NamedTuple):
@@ -79,19 +82,21 @@ class Packing:
         sampler = vector[2 * N : middle].reshape(SAMPLER_WORDS, R)
         return vector[:N], vector[N : 2 * N], sampler, vector[middle:].reshape(self.tables, self.P)
 
-    def pack(self, plan: Plan, sampler: Callable[[Job], np.ndarray], tables: np.ndarray, no_slot: int) -> np.ndarray:
-        """The vector of a plan. sampler: a job's last eight words; tables: int32 [M, P] by slot."""
+    def pack(self, plan: Plan, sampler: np.ndarray, tables: np.ndarray, no_slot: int) -> np.ndarray:
+        """The vector of a plan. sampler: int32 [M, SLOT_WORDS], see ``sampler_words``; tables: int32 [M, P]; both by
+        slot."""
         vector = np.zeros(self.size, np.int32)
         tokens, positions, words, own_tables = self.parts(vector)
         positions[:] = -1
         words[1] = no_slot
-        rows, ending = len(plan.rows), {job for job, _ in plan.sampled}
+        rows = len(plan.rows)
         if rows:  # whole columns at once: a row at a time takes NumPy as long as all of them
             tokens[:rows] = [_fed(piece) for piece in plan.rows]
             positions[:rows] = [piece.start for piece in plan.rows]
             own_tables[:rows] = tables[[piece.job.slot for piece in plan.rows]]
         places = list(range(rows))
         at, tile = self.R, self.R
+        ending = {job for job, _ in plan.sampled} if plan.pieces else set()
         for piece in plan.pieces:
             end = piece.start + piece.count
             tokens[at : at + piece.count] = piece.job.tokens[piece.start : end]
@@ -104,7 +109,7 @@ class Packing:
         if plan.sampled:
             slots, positions = [job.slot for job, _ in plan.sampled], [position for _, position in plan.sampled]
             words[:3, : len(slots)] = places, slots, positions
-            words[3:, : len(slots)] = np.array([sampler(job) for job, _ in plan.sampled]).T
+            words[3:, : len(slots)] = sampler[slots].T
         return vector
 
 
@@ -117,7 +122,7 @@ def _fed(piece: Piece) -> int:
 
 
 def sampler_words(job: Job) -> np.ndarray:
-    """The eight words of a job's sampling parameters, int32: what it asks, and floats as their bits."""
+    """A job's sampling parameters, int32 [SLOT_WORDS]: what it asks, and floats as their bits."""
     params, request = job.request.sampling, job.request
     form, values = params.form, SamplingValues.of(params)
     asks = (
@@ -151,7 +156,7 @@ def step(programs: Programs, shape: Packing) -> Any:
         proposals: jax.Array,
         vector: jax.Array,
     ) -> tuple[KVCache, jax.Array, jax.Array, Chosen]:
-        model = programs._model(graph, params)
+        model = programs.model(graph, params)
         tokens, positions, sampler, tables = shape.parts(vector)
         places, slots = sampler[0], sampler[1]
         floats = lax.bitcast_convert_type(sampler, jnp.float32)
@@ -188,18 +193,18 @@ def step(programs: Programs, shape: Packing) -> Any:
 
     everywhere: Any = PartitionSpec()
     split = programs.layout.spec(SEEN)
-    return programs._jit(
+    return programs.jit(
         run,
         (
-            programs._param_specs(),
-            programs._cache_spec(),
+            programs.param_specs(),
+            page_specs(programs),
             everywhere,
             split,
             split,
             everywhere,
             everywhere,
         ),
-        (programs._cache_spec(), everywhere, split, Chosen(everywhere, everywhere)),
+        (page_specs(programs), everywhere, split, Chosen(everywhere, everywhere)),
         donate=(1, 2, 3),
     )
 
@@ -213,4 +218,4 @@ def set_slot(programs: Programs) -> Callable[..., Any]:
         return seen.at[slot].set(seen_row), bias.at[slot].set(bias_row)
 
     split, row = programs.layout.spec(SEEN), programs.layout.spec(("vocab",))
-    return programs._jit(run, (split, split, PartitionSpec(), row, row), (split, split), donate=(0, 1))
+    return programs.jit(run, (split, split, PartitionSpec(), row, row), (split, split), donate=(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from decode.sampling import SamplingParams
 
@@ -53,8 +53,7 @@ class Request:
     top_logprobs: int = 0
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A new token, the end of a request, or both.
 
     token: the new token; None where the request ended without one ("cancelled" and "error").

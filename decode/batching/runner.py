@@ -104,23 +104,24 @@ class Runner:
         began = time.perf_counter()
         M, V = self.max_batch, self._vocab
         self._cache = empty(abstract_pages(self.decoder, self.pages, self.page_size))
-        self._token = self.decoder._put(np.zeros(M, np.int32), (None,))
+        self._token = self.decoder.put(np.zeros(M, np.int32), (None,))
         make = jax.jit(
             lambda: (jnp.zeros((M, V), bool), jnp.zeros((M, V), jnp.float32)),
             out_shardings=(layout.sharding(SEEN), layout.sharding(SEEN)),
         )
         self._seen, self._bias = make()
-        self._no_proposals = self.decoder._put(np.zeros((M, MOST_PROPOSALS), np.int32), (None, None))
+        self._no_proposals = self.decoder.put(np.zeros((M, MOST_PROPOSALS), np.int32), (None, None))
         held = (self._cache, self._token, self._seen, self._bias, self._no_proposals)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
         for R, C in self.shapes.all():
             packing = Packing(R, C, self.pages_each)
             key = ("batched", packing, self.pages, self.page_size, M)  # engines over one decoder share what fits both
-            if key not in self.decoder._compiled:
+
+            def compiled(packing: Packing = packing) -> Any:
                 vector = jax.ShapeDtypeStruct((packing.size,), np.int32)
-                lowered = step(programs, packing).lower(programs.abstract_params(), *shapes, vector)
-                self.decoder._compiled[key] = lowered.compile()
-            self._steps[R, C] = self.decoder._compiled[key]
+                return step(programs, packing).lower(programs.abstract_params(), *shapes, vector).compile()
+
+            self._steps[R, C] = self.decoder.once(key, compiled)
         self._set_slot = set_slot(programs)
         self.set_slot(0, [], {})
         jax.block_until_ready(self._seen)
@@ -174,7 +175,7 @@ class Runner:
         seen_row[np.asarray(seen, np.int64)] = True
         for token, value in bias.items():
             bias_row[token] = value
-        rows = (self.decoder._put(row, ("vocab",)) for row in (seen_row, bias_row))
+        rows = (self.decoder.put(row, ("vocab",)) for row in (seen_row, bias_row))
         self._seen, self._bias = self._set_slot(self._seen, self._bias, np.int32(slot), *rows)
 
     def lead(self) -> None:

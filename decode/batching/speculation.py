@@ -15,6 +15,10 @@ on the device step by step, so requests with one do not speculate. A logit bias 
 What fell leaves nothing behind: its keys and values lie past the request's length, no later query of a lower position
 sees them, and whoever gets those positions writes them before reading. Going back is a smaller length.
 
+Whether that pays is predicted, and predictions can be wrong for long: of texts that never repeat themselves each new
+one looks promising. So what speculation really won and lost against plain steps is kept on account, and it may lose
+``STAKE`` of the steps' time, no more.
+
 A step with proposals is not overlapped with the next, because the host must know its tokens to propose more, and the
 batch stays together rather than split into two that take turns (each would read the weights for itself). That time of
 the host is a cost like the others.
@@ -26,11 +30,23 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from decode.batching.jobs import Guess, Job, Piece
+from decode.batching.jobs import Guess, Job, Piece, Plan
 from decode.batching.shapes import Shapes
 from decode.speculation.control import DRAFT_PRIOR, LONGEST_PAUSE, MARGIN, PRIOR, RowEstimate
 from decode.speculation.ngram_index import NgramIndex
 from roofline.step_time import StepTimeFit
+
+STAKE = 0.015
+"""The share of all steps' time that tries which fail may cost."""
+
+FIRST_STAKE, MOST_STAKE = 8.0, 24.0
+"""Plain steps' time that may be lost at the start, and however much was won before."""
+
+LONGEST = 3.0
+"""A step counts as no longer than so many times what was expected: something else held it up."""
+
+TRUST = 0.1
+"""How much the newest step says of its shape beside those before it."""
 
 
 class Speculation:
@@ -49,6 +65,7 @@ class Speculation:
             model proposes, on the device, and not the index.
 
     host_s: seconds that the host needs between two steps that do not overlap; the engine keeps it up to date.
+    stake: what may be lost now, in plain steps; nothing is proposed while that is below 0.
     """
 
     def __init__(
@@ -65,6 +82,8 @@ class Speculation:
         self._draft_s = draft_s
         self._prior = PRIOR if draft_s is None else DRAFT_PRIOR
         self.host_s = 0.0
+        self.stake = FIRST_STAKE
+        self._beside: dict[tuple[int, int], float] = {}  # what steps of a shape take, as a part of what the fit says
 
     def admitted(self, job: Job, drafted: int) -> None:
         """A job joins the batch, for the first time or again; so many of its positions a draft has computed already."""
@@ -79,6 +98,8 @@ class Speculation:
         base: rows of that step without proposals, each of which yields a token.
         prompt_tokens, context: prompt tokens in it (padded), and positions that it reads.
         """
+        if self.stake < 0:
+            return {}
         offers = {job: tokens for job in jobs if (tokens := self._offer(job))}
         ranked: list[tuple[float, int, Job]] = []
         for job, tokens in offers.items():
@@ -93,12 +114,12 @@ class Speculation:
         gains = list(itertools.accumulate((one[0] for one in ranked), initial=float(base)))
         reads = list(itertools.accumulate((one[1] for one in ranked), initial=context))
         R, C = self.shapes.fit(base, prompt_tokens)
-        best, taken = MARGIN * base / self.fit.model.seconds(R, C, context), 0
+        best, taken = MARGIN * base / self._seconds(R, C, context), 0
         for size in self.shapes.mixed_rows if prompt_tokens else self.shapes.rows:
             count = min(size - base, len(ranked))
             if count <= 0:
                 continue
-            seconds = self.fit.model.seconds(size, C, reads[count])
+            seconds = self._seconds(size, C, reads[count])
             if self._draft_s is not None:
                 each = Counter(job for _, _, job in ranked[:count])
                 seconds += self._draft_s(len(each), max(each.values()))
@@ -111,6 +132,30 @@ class Speculation:
                 break
         counts = Counter(job for _, _, job in ranked[:taken])
         return {job: offers[job][:count] for job, count in counts.items()}
+
+    def timed(self, R: int, C: int, seconds: float) -> None:
+        """A step of this shape took so long before any request; the fit has seen all of these."""
+        self._beside[R, C] = min(2.0, max(0.5, seconds / max(self.fit.model.seconds(R, C, 0), 1e-9)))
+
+    def ran(self, plan: Plan, accepted: int, seconds: float, draft_s: float = 0.0) -> None:
+        """A step took so many seconds, a draft's ``draft_s`` among them, and so many of its proposals stood."""
+        shape = plan.R, plan.C
+        said = max(self.fit.model.seconds(*shape, plan.context), 1e-9)
+        seconds = min(seconds, LONGEST * (said + draft_s))
+        before = self._beside.get(shape, 1.0)
+        self._beside[shape] = before + TRUST * ((seconds - draft_s) / said - before)
+        guesses = [piece for piece in plan.rows if piece.proposal is not None]
+        base = len(plan.sampled) - len(guesses)
+        if base < 1:
+            return
+        context = plan.context - sum(piece.start + 1 for piece in guesses)
+        plain_s = self._seconds(*self.shapes.fit(base, plan.C), context)
+        won = (base + accepted) / base - (seconds + self.host_s) / plain_s if guesses else 0.0
+        self.stake = min(self.stake + won + STAKE * seconds / plain_s, MOST_STAKE)
+
+    def _seconds(self, R: int, C: int, context: int) -> float:
+        """What a step takes: the fit, which is a line, and how far off it was for this shape lately."""
+        return self._beside.get((R, C), 1.0) * self.fit.model.seconds(R, C, context)
 
     def plain(self, job: Job) -> None:
         """A job got a token without proposals."""

@@ -283,7 +283,7 @@ class SpeculativeDecoder:
         return None if seen is None else self._put(np.asarray(seen), SEEN)
 
     def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-        return self.decoder._put(value, axes)
+        return self.decoder.put(value, axes)
 
 
 def _read(out: Any) -> tuple[Arrival, np.ndarray, np.ndarray]:

@@ -74,7 +74,7 @@ class DraftModel:
 
     def leaf_specs(self) -> Any:
         cut = (self.layout.spec(HEAD), self.layout.spec(HEAD[:1])) if self._cut else ()
-        return self.decoder.programs._param_specs(), cut
+        return self.decoder.programs.param_specs(), cut
 
     def prepare(self, prompt_lens: Sequence[int], max_len: int) -> float:
         before = self.decoder.compile_s
@@ -87,7 +87,7 @@ class DraftModel:
         return cache
 
     def state_specs(self) -> Any:
-        return self.decoder.programs._cache_spec()
+        return self.decoder.programs.cache_spec()
 
     def abstract_state(self, batch: int, max_len: int) -> Any:
         return self.decoder.abstract_cache(batch, max_len)
@@ -103,7 +103,7 @@ class DraftModel:
         form: SamplingForm,
     ) -> tuple[Any, Proposal]:
         (params, cut), programs = leaves, self.decoder.programs
-        model = programs._model(programs.decode_graph, params)
+        model = programs.model(programs.decode_graph, params)
         # The token before the newest is run again: where all proposals of the last pass stood, the draft has not seen
         # the last of them.
         before = jnp.take_along_axis(history, jnp.maximum(rows.length - 1, 0)[:, None], axis=1)

@@ -79,7 +79,7 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
         passes: jax.Array,
         values: SamplingValues,
     ) -> tuple[KVCache, Standing, Passes]:
-        model = programs._model(programs.decode_graph, params)
+        model = programs.model(programs.decode_graph, params)
         B = standing.rows.token.shape[0]
 
         def check(cache: KVCache, rows: Rows, seen: jax.Array | None, proposal: Proposal) -> tuple[KVCache, Verdict]:
@@ -187,9 +187,9 @@ def speculate(programs: Programs, proposer: Proposer, k: int, form: SamplingForm
     one_each: Any = programs.layout.spec((None, "batch"))
     many_each: Any = programs.layout.spec((None, "batch", None))
     whole = PartitionSpec()
-    return programs._jit(
+    return programs.jit(
         run,
-        (programs._param_specs(), programs._cache_spec(), proposer.leaf_specs(), standing, whole, whole, whole),
-        (programs._cache_spec(), standing, Passes(many_each, many_each, one_each, one_each)),
+        (programs.param_specs(), programs.cache_spec(), proposer.leaf_specs(), standing, whole, whole, whole),
+        (programs.cache_spec(), standing, Passes(many_each, many_each, one_each, one_each)),
         donate=(1, 3),
     )

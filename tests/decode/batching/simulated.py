@@ -140,7 +140,9 @@ class Simulation:
             plan, self.now, seconds = self.sent.popleft()
             self.fit.saw(plan.R, plan.C, plan.context, seconds)
             tokens = [self._token(job, position) for job, position in plan.sampled]
-            self.scheduler.complete(plan, tokens, [0.0] * len(tokens), [()] * len(tokens), self.now)
+            stood = self.scheduler.complete(plan, tokens, [0.0] * len(tokens), [()] * len(tokens), self.now)
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.ran(plan, stood, seconds)
             return True
         return plan is not None
 

@@ -12,6 +12,7 @@ from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from decode.batching.request import EngineError, Event, RefusedError, Request, RequestError
 from decode.decoder import Decoder, NumericsError
+from model.quantize import WIDE, Quantization, WeightFormat
 from tests.decode.batching.engines import CONFIG, EVERYTHING, GREEDY, OPTIONS, alone, decoder, finished, running
 from tests.decode.running import log_softmax, make_decoder, run, small_model, some_tokens
 
@@ -108,15 +109,18 @@ def test_top_logprobs_and_bias_when_the_vocabulary_is_split() -> None:
             np.testing.assert_allclose([v for _, v in a.top], [v for _, v in b.top], atol=TOLERANCE, rtol=0)
 
 
-def test_a_cache_of_int8_gives_what_it_gives_alone() -> None:
-    """Scales lie in pages beside what they scale."""
-    model, plain = small_model(CONFIG), decoder()
-    params = model.load_params(plain.layout, "float32", "unrolled", progress=False)
-    narrow = Decoder(CONFIG, params, plain.layout, "float32", cache_dtype="int8")
+@pytest.mark.parametrize(("tp", "weights"), [(1, WIDE), (2, Quantization.layers(WeightFormat("int8")))])
+def test_a_cache_of_int8_gives_what_it_gives_alone(tp: int, weights: Quantization) -> None:
+    """Scales lie in pages beside what they scale; with int8 weights too, and over two devices."""
+    layout = decoder(tp).layout
+    params = small_model(CONFIG).load_params(layout, "float32", "unrolled", progress=False, quantization=weights)
+    narrow = Decoder(CONFIG, params, layout, "float32", cache_dtype="int8", quantization=weights)
     request = Request(some_tokens(CONFIG, 20, 5), 20)
     expected = run(narrow, [request.prompt], 20, max_len=64)[0]
-    with running(own=narrow, max_batch=1, pages=5) as engine:
+    with running(own=narrow, max_batch=2, pages=10) as engine:
+        other = engine.submit(Request(some_tokens(CONFIG, 11, 6), 15))
         got = finished(engine.submit(request))
+        assert len(other.result()) == 15
     assert got.tokens == expected.tokens
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
 

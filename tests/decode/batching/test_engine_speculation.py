@@ -20,7 +20,7 @@ from decode.speculation.proposer import SpeculationError
 from model.config import LlamaConfig
 from roofline.step_time import StepTime
 from tests.decode.batching.engines import CONFIG, EVERYTHING, OPTIONS, Fixed, decoder, finished, running
-from tests.decode.batching.simulated import STOP, Simulation
+from tests.decode.batching.simulated import STOP, Guesser, Simulation
 from tests.decode.running import make_decoder, small_model, some_tokens
 from tests.decode.test_speculation_parts import brute_look_up
 
@@ -105,6 +105,16 @@ def test_who_lost_is_tried_again_after_a_pause() -> None:
         simulation.turn()
     assert job.guess.pause == 48
     assert simulation.scheduler.counts["accepted_tokens"] > 0
+
+
+def test_guesses_that_never_stand_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many short texts looks promising at first, and a step with proposals takes half as long again."""
+    monkeypatch.setattr(Guesser, "propose", lambda self, k: [1000] * k)  # which no text has
+    dear = StepTime(1e-3, 2e-4, 1e-5, 0.0)
+    lost, plain = (simulated(dear, 40, length=30, max_batch=1, proposals=proposals) for proposals in (3, 0))
+    counts = lost.scheduler.counts
+    assert counts["accepted_tokens"] == 0 < counts["proposed_tokens"]
+    assert lost.now < 1.03 * plain.now
 
 
 def pairs() -> list[Request]:

@@ -1,9 +1,11 @@
 // Every native operation, called as XLA calls it, over odd shapes in heap blocks of exactly their size: what the
 // sanitizers watch. Results are compared with float64; the exit status is 1 where one differs.
+#include <algorithm>
 #include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <limits>
@@ -150,6 +152,15 @@ class Array {
     return reinterpret_cast<T*>(block_.get());
   }
   int64_t count() const { return count_; }
+  XLA_FFI_DataType type() const { return type_; }
+  const std::vector<int64_t>& shape() const { return shape_; }
+  // Elements i..i+n become those of `from` at j..j+n, bit by bit; it is of the same type.
+  void Copy(int64_t i, const Array& from, int64_t j, int64_t n) {
+    std::memcpy(At<char>() + i * width_, from.At<char>() + j * width_, n * width_);
+  }
+  bool Same(int64_t i, const Array& other, int64_t j, int64_t n) const {
+    return std::memcmp(At<char>() + i * width_, other.At<char>() + j * width_, n * width_) == 0;
+  }
   // Half a unit in the last place of the type, relative.
   double unit() const { return type_ == XLA_FFI_DataType_F32 ? kUnit : 1.0 / 256; }
   ffi::AnyBuffer buffer() const { return ffi::AnyBuffer(&raw_); }
@@ -471,6 +482,231 @@ void Turning(std::mt19937& random, int64_t B, int64_t T, int64_t K, int64_t G, i
   }
 }
 
+struct PagedCase {
+  int64_t rows, tiles, tile, K, G, H, page, P;  // single tokens, tiles of tokens, and pages of each sequence
+  int32_t stride, offset;                       // of attention alone
+};
+
+// A cache in pages, and the contiguous caches of its sequences with the same bits.
+struct Cut {
+  static constexpr int64_t L = 2, layer = 1;
+  const PagedCase& c;
+  int64_t B, S, pages;
+  Array keys, values, tables, at;
+  Beside of_keys, of_values;
+
+  Cut(std::mt19937& random, const PagedCase& c, XLA_FFI_DataType type)
+      : c(c), B(c.rows + c.tiles), S(c.P * c.page), pages(B * c.P + 1), keys(type, {L, pages, c.K, c.page, c.H}),
+        values(type, {L, pages, c.K, c.page, c.H}), tables(XLA_FFI_DataType_S32, {B, c.P}),
+        at(XLA_FFI_DataType_S32, {}), of_keys(random, type, {L, 1, c.K, pages * c.page}),
+        of_values(random, type, {L, 1, c.K, pages * c.page}) {
+    const double spread = of_keys.on ? 100 : 1;
+    keys.Random(random, spread), values.Random(random, spread);
+    *at.At<int32_t>() = layer;
+    std::vector<int32_t> order(pages);  // the last is nobody's
+    for (int64_t i = 0; i < pages; ++i) order[i] = static_cast<int32_t>(i);
+    std::shuffle(order.begin(), order.end(), random);
+    std::copy(order.begin(), order.begin() + B * c.P, tables.At<int32_t>());
+  }
+  int64_t tokens(int64_t b) const { return b < c.rows ? 1 : c.tile; }
+  int64_t first(int64_t b) const { return b < c.rows ? b : c.rows + (b - c.rows) * c.tile; }
+  int64_t page(int64_t b, int64_t s) const { return tables.At<int32_t>()[b * c.P + s / c.page]; }
+  int64_t slot(int64_t b, int64_t k, int64_t s) const {
+    return ((layer * pages + page(b, s)) * c.K + k) * c.page + s % c.page;
+  }
+  int64_t scale(int64_t b, int64_t k, int64_t s) const {
+    return ((layer * c.K + k) * pages + page(b, s)) * c.page + s % c.page;
+  }
+  // Everything but the slots before filled[b] of each sequence would show.
+  void Poison(const std::vector<int64_t>& filled) {
+    Array clean_keys(keys.type(), keys.shape()), clean_values(keys.type(), keys.shape());
+    Array key_scales(kF32, of_keys.scales.shape()), value_scales(kF32, of_keys.scales.shape());
+    clean_keys.Copy(0, keys, 0, keys.count()), clean_values.Copy(0, values, 0, keys.count());
+    key_scales.Copy(0, of_keys.scales, 0, key_scales.count());
+    value_scales.Copy(0, of_values.scales, 0, value_scales.count());
+    const float poison = std::numeric_limits<float>::quiet_NaN();
+    keys.Fill(poison), values.Fill(poison), of_keys.scales.Fill(poison), of_values.scales.Fill(poison);
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t k = 0; k < c.K; ++k) {
+        for (int64_t s = 0; s < filled[b]; ++s) {
+          const int64_t i = slot(b, k, s) * c.H, j = scale(b, k, s);
+          keys.Copy(i, clean_keys, i, c.H), values.Copy(i, clean_values, i, c.H);
+          of_keys.scales.Copy(j, key_scales, j, 1), of_values.scales.Copy(j, value_scales, j, 1);
+        }
+      }
+    }
+  }
+};
+
+// One sequence of a Cut in a cache of its own.
+struct Whole {
+  Array keys, values;
+  Beside of_keys, of_values;
+
+  Whole(std::mt19937& random, const Cut& cut, int64_t b)
+      : keys(cut.keys.type(), {Cut::L, 1, cut.c.K, cut.S, cut.c.H}),
+        values(cut.keys.type(), {Cut::L, 1, cut.c.K, cut.S, cut.c.H}),
+        of_keys(random, cut.keys.type(), {Cut::L, 1, cut.c.K, cut.S}),
+        of_values(random, cut.keys.type(), {Cut::L, 1, cut.c.K, cut.S}) {
+    keys.Fill(0), values.Fill(0);
+    Each(cut, b, [&](int64_t to, int64_t from, int64_t scale) {
+      keys.Copy(to * cut.c.H, cut.keys, from * cut.c.H, cut.c.H);
+      values.Copy(to * cut.c.H, cut.values, from * cut.c.H, cut.c.H);
+      of_keys.scales.Copy(to, cut.of_keys.scales, scale, 1);
+      of_values.scales.Copy(to, cut.of_values.scales, scale, 1);
+    });
+  }
+  // run(slot here, slot there, its scale there)
+  template <typename Run>
+  static void Each(const Cut& cut, int64_t b, const Run& run) {
+    for (int64_t k = 0; k < cut.c.K; ++k) {
+      for (int64_t s = 0; s < cut.S; ++s) {
+        run((Cut::layer * cut.c.K + k) * cut.S + s, cut.slot(b, k, s), cut.scale(b, k, s));
+      }
+    }
+  }
+};
+
+// Where the tokens of a sequence are: the last slots, the first ones, or some between.
+int32_t Start(const Cut& cut, int64_t b) {
+  const int64_t most = std::max<int64_t>(0, cut.S - cut.tokens(b));
+  return static_cast<int32_t>(b % 3 == 0 ? most : b % 3 == 1 ? 0 : most / 2);
+}
+
+// Attention through tables, against the same over the contiguous caches: sums are taken in another order.
+void Paged(std::mt19937& random, const PagedCase& c, XLA_FFI_DataType qt, XLA_FFI_DataType ct) {
+  Cut cut(random, c, ct);
+  const int64_t K = c.K, G = c.G, H = c.H;
+  Array first(XLA_FFI_DataType_S32, {});
+  *first.At<int32_t>() = c.offset;
+  std::vector<int64_t> filled(cut.B);
+  for (int64_t b = 0; b < cut.B; ++b) filled[b] = Start(cut, b) + cut.tokens(b);
+  cut.Poison(filled);
+  for (const bool tiled : {false, true}) {  // as a step does: its rows, then its tiles
+    const int64_t begin = tiled ? c.rows : 0, B = tiled ? c.tiles : c.rows, T = tiled ? c.tile : 1;
+    Array q(qt, {B, T, K, G, H}), positions(XLA_FFI_DataType_S32, {B, T}), tables(XLA_FFI_DataType_S32, {B, c.P});
+    Array out(kF32, {B, T, K, G, H}), max(kF32, {B, T, K, G}), sum(kF32, {B, T, K, G});
+    q.Random(random);
+    tables.Copy(0, cut.tables, begin * c.P, B * c.P);
+    for (int64_t n = 0; n < B * T; ++n) {
+      positions.At<int32_t>()[n] = (Start(cut, begin + n / T) + static_cast<int32_t>(n % T)) * c.stride + c.offset;
+    }
+    const auto call = [&](const Array& queries, const Array& places, const Cut& from, Array& to, Array& top, Array& all) {
+      return PagedAttention(AsXla(), queries.buffer(), from.keys.buffer(), from.values.buffer(),
+                            tables.typed<ffi::S32>(), from.at.typed<ffi::S32>(), places.typed<ffi::S32>(),
+                            first.typed<ffi::S32>(), Both(from.of_keys, from.of_values), to.typed<ffi::F32>(),
+                            top.typed<ffi::F32>(), all.typed<ffi::F32>(), c.stride);
+    };
+    Ok(call(q, positions, cut, out, max, sum));
+    for (int64_t b = 0; b < B; ++b) {
+      const Whole whole(random, cut, begin + b);
+      Array own(qt, {1, T, K, G, H}), at(XLA_FFI_DataType_S32, {1, T});
+      Array plain(kF32, {1, T, K, G, H}), top(kF32, {1, T, K, G}), all(kF32, {1, T, K, G});
+      own.Copy(0, q, b * own.count(), own.count());
+      at.Copy(0, positions, b * T, T);
+      Ok(CacheAttention(AsXla(), own.buffer(), whole.keys.buffer(), whole.values.buffer(), cut.at.typed<ffi::S32>(),
+                        at.typed<ffi::S32>(), first.typed<ffi::S32>(), Both(whole.of_keys, whole.of_values),
+                        plain.typed<ffi::F32>(), top.typed<ffi::F32>(), all.typed<ffi::F32>(), c.stride));
+      for (int64_t i = 0; i < plain.count(); ++i) {
+        const int64_t row = i / H, there = b * top.count() + row;
+        Near(max.Get(there), top.Get(row), 1e-5, "largest score over pages", there);
+        Near(sum.Get(there), all.Get(row), 1e-5 * all.Get(row), "sum over pages", there);
+        Near(out.Get(b * plain.count() + i) / sum.Get(there), plain.Get(i) / all.Get(row), 1e-5, "paged attention", i);
+      }
+    }
+    if (B * T == 0 || G * H == 0) continue;
+    const int32_t page = tables.At<int32_t>()[0];
+    for (const int32_t bad : {-1, static_cast<int32_t>(cut.pages)}) {
+      tables.At<int32_t>()[0] = bad;
+      Expect(call(q, positions, cut, out, max, sum).failure(), "a page that is none");
+    }
+    tables.At<int32_t>()[0] = page;
+  }
+}
+
+// Turning, storing and attending through tables, against the same on the contiguous caches: what is stored is equal.
+void PagedTurning(std::mt19937& random, const PagedCase& c, XLA_FFI_DataType xt, XLA_FFI_DataType ct) {
+  Cut cut(random, c, ct);
+  const int64_t K = c.K, G = c.G, H = c.H, N = c.rows + c.tiles * c.tile;
+  Array heads(xt, {1, N, K, G + 2, H}), cos(kF32, {1, N, H / 2}), sin(kF32, {1, N, H / 2});
+  Array positions(XLA_FFI_DataType_S32, {N}), out(xt, {1, N, K, G, H});
+  heads.Random(random);
+  for (int64_t i = 0; i < cos.count(); ++i) {
+    cos.Set(i, static_cast<float>(std::cos(i))), sin.Set(i, static_cast<float>(std::sin(i)));
+  }
+  std::vector<int64_t> filled(cut.B);
+  for (int64_t b = 0; b < cut.B; ++b) {
+    filled[b] = Start(cut, b);
+    for (int64_t t = 0; t < cut.tokens(b); ++t) {  // the second half of every other tile is padding
+      const bool padding = b >= c.rows && b % 2 && 2 * t >= c.tile;
+      positions.At<int32_t>()[cut.first(b) + t] = padding ? -1 : Start(cut, b) + static_cast<int32_t>(t);
+    }
+  }
+  cut.Poison(filled);
+  std::vector<std::unique_ptr<Whole>> wholes;
+  for (int64_t b = 0; b < cut.B; ++b) wholes.push_back(std::make_unique<Whole>(random, cut, b));
+  const auto call = [&] {
+    return PagedExtend(AsXla(), heads.buffer(), cos.typed<ffi::F32>(), sin.typed<ffi::F32>(), cut.keys.buffer(),
+                       cut.values.buffer(), cut.tables.typed<ffi::S32>(), cut.at.typed<ffi::S32>(),
+                       positions.typed<ffi::S32>(), Both(cut.of_keys, cut.of_values), out.buffer(), cut.keys.buffer(),
+                       cut.values.buffer(), Both(cut.of_keys, cut.of_values), static_cast<int32_t>(c.rows),
+                       static_cast<int32_t>(c.tile));
+  };
+  Ok(call());
+  for (int64_t b = 0; b < cut.B; ++b) {
+    const int64_t T = cut.tokens(b), from = cut.first(b);
+    Whole& whole = *wholes[b];
+    Array own(xt, {1, T, K, G + 2, H}), c1(kF32, {1, T, H / 2}), s1(kF32, {1, T, H / 2});
+    Array at(XLA_FFI_DataType_S32, {1, T}), plain(xt, {1, T, K, G, H});
+    own.Copy(0, heads, from * K * (G + 2) * H, own.count());
+    c1.Copy(0, cos, from * (H / 2), c1.count()), s1.Copy(0, sin, from * (H / 2), s1.count());
+    at.Copy(0, positions, from, T);
+    Ok(RopeAttention(AsXla(), own.buffer(), c1.typed<ffi::F32>(), s1.typed<ffi::F32>(), whole.keys.buffer(),
+                     whole.values.buffer(), cut.at.typed<ffi::S32>(), at.typed<ffi::S32>(),
+                     Both(whole.of_keys, whole.of_values), plain.buffer(), whole.keys.buffer(), whole.values.buffer(),
+                     Both(whole.of_keys, whole.of_values)));
+    Whole::Each(cut, b, [&](int64_t here, int64_t there, int64_t scale) {
+      Expect(whole.keys.Same(here * H, cut.keys, there * H, H), "a key stored in a page");
+      Expect(whole.values.Same(here * H, cut.values, there * H, H), "a value stored in a page");
+      if (!cut.of_keys.on) return;
+      Expect(whole.of_keys.scales.Same(here, cut.of_keys.scales, scale, 1), "its scale");
+      Expect(whole.of_values.scales.Same(here, cut.of_values.scales, scale, 1), "its scale");
+    });
+    for (int64_t i = 0; i < plain.count(); ++i) {
+      const double expected = plain.Get(i), found = out.Get(from * K * G * H + i);
+      Near(found, expected, 2 * out.unit() * std::abs(expected) + 1e-5, "turned attention over pages", i);
+    }
+  }
+  if (N == 0) return;
+  positions.At<int32_t>()[0] = static_cast<int32_t>(cut.S);
+  Expect(call().failure(), "a position past the tables");
+}
+
+// Single entries to their pages and slots; one past either end is not stored.
+void PagedWriting(std::mt19937& random, int64_t H, XLA_FFI_DataType type) {
+  const int64_t L = 2, pages = 3, K = 2, S = 4, N = 5;
+  Array cache(type, {L, pages, K, S, H}), fresh(type, {N, K, H}), expected(type, {L, pages, K, S, H});
+  Array page(XLA_FFI_DataType_S32, {N}), slot(XLA_FFI_DataType_S32, {N}), at(XLA_FFI_DataType_S32, {});
+  cache.Random(random, 100), fresh.Random(random, 100);
+  expected.Copy(0, cache, 0, cache.count());
+  const int32_t where[N][2] = {{2, 3}, {0, 0}, {3, 1}, {-1, 2}, {1, 4}};
+  for (int64_t n = 0; n < N; ++n) page.At<int32_t>()[n] = where[n][0], slot.At<int32_t>()[n] = where[n][1];
+  *at.At<int32_t>() = 1;
+  for (int64_t n = 0; n < 2; ++n) {
+    for (int64_t k = 0; k < K; ++k) {
+      expected.Copy((((pages + where[n][0]) * K + k) * S + where[n][1]) * H, fresh, (n * K + k) * H, H);
+    }
+  }
+  const auto call = [&] {
+    return PagedWrite(cache.buffer(), fresh.buffer(), page.typed<ffi::S32>(), slot.typed<ffi::S32>(),
+                      at.typed<ffi::S32>(), cache.buffer());
+  };
+  Ok(call());
+  Expect(cache.Same(0, expected, 0, cache.count()), "entries written to pages");
+  *at.At<int32_t>() = 2;
+  Expect(call().failure(), "a layer that is none");
+}
+
 // Every number of fp8, read one by one and sixteen at a time, and stored again; and the nearest one of what is between.
 void Eighths() {
   double before = 0;
@@ -638,6 +874,7 @@ void AtOnce() {
         Gates(random, M, 40, 33, Weight(random, 80, 33, kBF16), kBF16);
         Turning(random, 2, 1, 2, 3, 16, 600, kF32, kBF16);
         Attention(random, {2, 1, 2, 3, 17, 600, 1, 0}, kF32, kBF16);
+        if (i == 0) PagedTurning(random, {1, 1, 3, 2, 3, 16, 32, 18, 1, 0}, kF32, kBF16);
       }
     });
   }
@@ -719,6 +956,22 @@ void Shapes() {
     Attention(random, c, kF32, kU16);
     Attention(random, c, kF32, XLA_FFI_DataType_S8);
     Attention(random, c, kBF16, XLA_FFI_DataType_U8);
+  }
+  // Pages shorter than what is worked on together, longer ones, and more than one segment of them.
+  for (const PagedCase& c : std::vector<PagedCase>{{1, 0, 1, 1, 1, 2, 1, 1, 1, 0},
+                                                   {4, 2, 4, 2, 3, 20, 16, 5, 1, 0},
+                                                   {1, 2, 16, 1, 4, 32, 16, 34, 3, 2},
+                                                   {1, 1, 5, 3, 2, 18, 96, 2, 2, 1},
+                                                   {0, 1, 2, 2, 1, 16, 600, 2, 1, 0},
+                                                   {3, 0, 4, 2, 5, 6, 7, 3, 1, 0}}) {
+    for (const auto& [xt, ct] : std::vector<std::pair<XLA_FFI_DataType, XLA_FFI_DataType>>{
+             {kF32, kF32}, {kBF16, kU16}, {kF32, XLA_FFI_DataType_S8}, {kBF16, XLA_FFI_DataType_U8}}) {
+      Paged(random, c, xt, ct);
+      PagedTurning(random, c, xt, ct);
+    }
+  }
+  for (const int64_t H : {1, 5, 64}) {
+    for (const auto type : {kF32, kU16, XLA_FFI_DataType_S8}) PagedWriting(random, H, type);
   }
 }
 
