@@ -29,6 +29,7 @@ from decode.batching.shapes import Shapes
 from decode.cache import KVCache, empty
 from decode.speculation.draft import DraftModel
 from decode.speculation.proposer import MOST_PROPOSALS
+from sharding.compiling import compile_lowered
 
 ASKED_WORDS = 5
 """Numbers a request: slot, position of its newest token, the token before, the newest, how many to propose."""
@@ -94,7 +95,8 @@ class PagedDraft:
             key = ("batched draft", kind, layout, self.pages, self.page_size, self.max_batch)
             if key not in decoder._compiled:  # engines over one draft share what fits both
                 vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
-                decoder._compiled[key] = make().lower(leaves, shapes, vector).compile()
+                lowered = make().lower(leaves, shapes, vector)
+                decoder._compiled[key] = compile_lowered(lowered, decoder.layout.platform)
             return decoder._compiled[key]
 
         for size in self.fill_sizes:

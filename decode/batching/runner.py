@@ -26,6 +26,7 @@ from decode.speculation.draft import DraftModel
 from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
+from sharding.compiling import compile_lowered
 from sharding.multihost import PEER_TIMEOUT_S
 
 LONGEST_DEFAULT = 8192
@@ -119,7 +120,7 @@ class Runner:
             if key not in self.decoder._compiled:
                 vector = jax.ShapeDtypeStruct((packing.size,), np.int32)
                 lowered = step(programs, packing).lower(programs.abstract_params(), *shapes, vector)
-                self.decoder._compiled[key] = lowered.compile()
+                self.decoder._compiled[key] = compile_lowered(lowered, layout.platform)
             self._steps[R, C] = self.decoder._compiled[key]
         self._set_slot = set_slot(programs)
         self.set_slot(0, [], {})
