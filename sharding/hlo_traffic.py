@@ -7,6 +7,7 @@ is fetched. Arguments are followed through loops, tuples, fetches and updates in
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitca
 """Inside a fusion these move no memory of their own: only what is read of their result is read of their operand."""
 
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+_KERNEL_UPDATES = re.compile(r'"tpu_custom_call".* output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}')
+"""A kernel whose only result is one of its operands, changed in part."""
+
 _MOVES = frozenset(
     {
         "copy",
@@ -160,6 +164,9 @@ def _updated(program: Program, one: Instruction) -> int | None:
     """Which operand an instruction updates in place."""
     if one.opcode in _UPDATES:
         return 0
+    if one.opcode == "custom-call":
+        kernel = _KERNEL_UPDATES.search(one.rest)
+        return int(kernel[1]) if kernel else None
     inner = program.fused(one)
     if inner is None:
         return None
@@ -202,7 +209,7 @@ def _touched_by(program: Program, one: Instruction, place: int, whole: int) -> i
     if one.opcode in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
         result = parts(one.type)[1] if one.opcode == "slice-start" else one.type  # a start: (source, result, ...)
         return min(whole, type_elements(result))
-    if one.opcode in _UPDATES and place == 0:
+    if one.opcode in (*_UPDATES, "custom-call") and place == _updated(program, one):
         return 0
     inner = program.fused(one)
     if inner is None:
