@@ -23,7 +23,7 @@ from sharding.hlo_program import (
 )
 from sharding.hlo_types import on_chip, parts, type_bytes, type_elements
 
-_FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done"})
+_FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done", "call-done"})
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitcast-convert"})
 """Inside a fusion these move no memory of their own: only what is read of their result is read of their operand."""
 
