@@ -10,7 +10,7 @@ import jax
 
 _log = logging.getLogger(__name__)
 
-OPTIONS: Mapping[str, Mapping[str, str]] = {"tpu": {"xla_tpu_sliced_prefetch_max_slices": "1"}}
+OPTIONS: Mapping[str, Mapping[str, str]] = {"tpu": {"xla_tpu_sliced_prefetch_max_slices": "0"}}
 """Of each platform's compiler.
 
 XLA:TPU fetches weights to the chip ahead of their products, left to itself in up to 14 slices. Each slice takes tables

@@ -86,7 +86,8 @@ class Access:
         if self.in_place is not None or self.written < least or self.is_write_back:
             return False
         from_argument = max((size for name, size in self.reads.items() if name), default=0) >= least
-        return self.opcode in _MOVES or (from_argument and not self.is_product)
+        looks_up = "gather" in self.opcodes  # rows of a table
+        return self.opcode in _MOVES or (from_argument and not self.is_product and not looks_up)
 
 
 def accesses(program: Program, trips: Callable[[Instruction], int] = lambda loop: 1) -> list[Access]:

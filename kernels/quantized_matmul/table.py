@@ -43,6 +43,14 @@ CHOICES = (
     Choice(
         "gpu",
         True,
+        1,
+        "xla",
+        "widened inside one reduction, which moves no more than the weight; a kernel 2 to 5 % more, for its parts of a "
+        "split contraction",
+    ),
+    Choice(
+        "gpu",
+        True,
         256,
         "pallas_gpu",
         "from two rows on XLA writes the weight in 16 bits and reads it again: int4 in groups of 32 reads 44.1 MiB and "
