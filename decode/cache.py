@@ -34,10 +34,10 @@ PREFILL_CHUNK = 512
 """Positions of the longest prefill piece. Longer prompts run in several, which keeps activations small."""
 
 UNROLLED_ROWS = 8
-"""Up to this many rows a decode write is one in-place update a row; past it one scatter (less code).
+"""Up to this many rows a decode write is one in-place update a row; past it one ``cache_write`` (less code).
 
 Where positions are split an update also reads what it may have to keep, and with more rows than one XLA:TPU changes the
-layout of the whole cache for that, at every dispatch and once a step: there a scatter serves from two rows on.
+layout of the whole cache for that, at every dispatch and once a step: there that serves from two rows on.
 """
 
 
