@@ -36,8 +36,8 @@ CHOICES = (
         True,
         None,
         "pallas_tpu",
-        "XLA writes a float32 for every value: int4 in groups of 128 takes it 534,846 cycles on v6e and a kernel 21,459; "
-        "in groups of 32 747,146 against 24,958; int8 in groups of 128 164,600 against 24,923",
+        "XLA writes a float32 for every value: int4 in groups of 128 takes it 534,846 cycles on v6e, and a kernel "
+        "21,459; in groups of 32 747,146 against 24,958; int8 in groups of 128 164,600 against 24,923",
     ),
     Choice("gpu", False, None, "xla", "fused into the dot; no copy of the weight is written"),
     Choice(
@@ -54,7 +54,7 @@ CHOICES = (
         256,
         "pallas_gpu",
         "from two rows on XLA writes the weight in 16 bits and reads it again: int4 in groups of 32 reads 44.1 MiB and "
-        "writes 34.0, a kernel 11.3 and 1.1; at one row both read 10 MiB",
+        "writes 34.0, a kernel 11.3 and 1.1",
     ),
     Choice("gpu", True, None, "xla", "with many rows the kernel widens the weight again for each 64 of them"),
 )
