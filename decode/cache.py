@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from kernels.cache_attention import Partial, Scales, cache_attention
 from kernels.cache_attention.scaled import FP8, LIMITS, quantize
+from kernels.cache_write import cache_write
 from kernels.rope_attention import rope_attention, taken
 from model.config import LlamaConfig
 from model.wording import number_of
@@ -34,10 +35,10 @@ PREFILL_CHUNK = 512
 """Positions of the longest prefill piece. Longer prompts run in several, which keeps activations small."""
 
 UNROLLED_ROWS = 8
-"""Up to this many rows a decode write is one in-place update a row; past it one scatter (less code).
+"""Up to this many rows a decode write is one in-place update a row; past it one ``cache_write`` (less code).
 
 Where positions are split an update also reads what it may have to keep, and with more rows than one XLA:TPU changes the
-layout of the whole cache for that, at every dispatch and once a step: there a scatter serves from two rows on.
+layout of the whole cache for that, at every dispatch and once a step: there that serves from two rows on.
 """
 
 
@@ -58,15 +59,17 @@ class KVCache:
     key_scales: list[jax.Array] = field(default_factory=list)
     value_scales: list[jax.Array] = field(default_factory=list)
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+    def write(
+        self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array, *, platform: str
+    ) -> KVCache:
         """Store k and v [B, T, K, H] at int32 positions [B, T]: a run of T for each row.
 
         A row's run is one position, or starts at a multiple of ``kv_seq`` with T a multiple of it, the same
         for every row (prefill pieces).
         """
         array, slot_layer = self._place(layer)
-        keys, key_scales = _store(self.keys, self.key_scales, array, slot_layer, k, positions)
-        values, value_scales = _store(self.values, self.value_scales, array, slot_layer, v, positions)
+        keys, key_scales = _store(self.keys, self.key_scales, array, slot_layer, k, positions, platform)
+        values, value_scales = _store(self.values, self.value_scales, array, slot_layer, v, positions, platform)
         return KVCache(keys, values, key_scales, value_scales)
 
     def attend(
@@ -147,17 +150,18 @@ def _store(
     layer: jax.Array | int,
     new: jax.Array,
     positions: jax.Array,
+    platform: str,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The arrays and scales with ``new`` [B, T, K, H] written to one of them."""
     arrays, scales = list(arrays), list(scales)
     if scales:
         new, own = quantize(new, held_dtype(arrays[array].dtype))
-        scales[array] = _write(scales[array], layer, own, positions)
-    arrays[array] = _write(arrays[array], layer, to_storage(new, arrays[array].dtype), positions)
+        scales[array] = _write(scales[array], layer, own, positions, platform)
+    arrays[array] = _write(arrays[array], layer, to_storage(new, arrays[array].dtype), positions, platform)
     return arrays, scales
 
 
-def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: jax.Array) -> jax.Array:
+def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: jax.Array, platform: str) -> jax.Array:
     """new [B, T, K, H] into cache [L, B, K, S, H]; or, for scales, [B, T, K] into [L, B, K, S]."""
     B, T, K, *entry = new.shape
     members, me = axis_size(KV_SEQ), lax.axis_index(KV_SEQ)
@@ -173,7 +177,7 @@ def _write(cache: jax.Array, layer: jax.Array | int, new: jax.Array, positions: 
     mine = lax.rem(positions[:, 0], np.int32(members)) == me
     if (UNROLLED_ROWS if members == 1 else 1) < B:
         slots = jnp.where(mine, slots, cache.shape[3])  # past the end: dropped
-        return cache.at[layer, jnp.arange(B), :, slots].set(new[0, :, :, 0], mode="drop")
+        return cache_write(cache, new[0, :, :, 0], slots, layer=layer, platform=platform)
     for row in range(B):
         at = (layer, row, 0, slots[row], *at_start)
         one = new[:, row : row + 1]

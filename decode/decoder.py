@@ -27,6 +27,7 @@ from model.config import LlamaConfig
 from model.llama import LayersForm
 from model.quantize import WIDE, Quantization
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
+from sharding.compiling import compile_lowered
 from sharding.layout import Layout
 from sharding.mesh import place_on_mesh
 
@@ -321,7 +322,8 @@ class Decoder:
         def compiled() -> Any:
             began = time.perf_counter()
             cache = self.abstract_cache(key[1], max_len)
-            found = program().lower(self.programs.abstract_params(), cache, *arguments()).compile()
+            lowered = program().lower(self.programs.abstract_params(), cache, *arguments())
+            found = compile_lowered(lowered, self.layout.platform)
             self.compile_s += time.perf_counter() - began
             return found
 

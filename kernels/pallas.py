@@ -12,6 +12,15 @@ LANES, SUBLANES = 128, 8
 """A TPU vector register holds 8 x 128 numbers of 32 bits."""
 
 
+def slots_along_lanes(S: int, H: int) -> bool:
+    """Whether XLA:TPU keeps a cache [..., S, H] with S along the lanes: where that takes fewer registers."""
+
+    def registers(down: int, across: int) -> int:
+        return -(-down // SUBLANES) * -(-across // LANES)
+
+    return registers(H, S) < registers(S, H)
+
+
 def simulated(*, detect_races: bool = False) -> Any:
     """``interpret=`` of a TPU kernel that talks to other devices: memories, copies and semaphores are simulated.
 

@@ -60,7 +60,7 @@ class Build:
 class Cache(Protocol):
     """What the model needs of a KV cache; ``decode.cache.KVCache`` is one. Functional: ``write`` returns a new one."""
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> Self:
+    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array, *, platform: str) -> Self:
         """Store k and v [B, T, K, H] of ``layer`` at positions [B, T]."""
         ...
 
@@ -229,7 +229,7 @@ class Attention(nnx.Module):
             return self._padded(out.reshape(*out.shape[:3], -1)), cache
         turned = rotate(heads[..., :-1, :], *rope)
         q, k, v = turned[..., :-1, :], turned[..., -1, :], heads[..., -1, :]
-        cache = cache.write(layer, k, v, positions)
+        cache = cache.write(layer, k, v, positions, platform=self.build.platform)
         return self._merge_members(cache.attend(layer, q, positions, **how)).astype(heads.dtype), cache
 
     def _padded(self, columns: jax.Array) -> jax.Array:

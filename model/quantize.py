@@ -6,7 +6,8 @@ host, on the block that one device will hold, so that no second copy of the mode
 int4 has an offset beside each scale: its 16 levels lie evenly between a group's least and its most. On the demo model
 (`scripts.eval_quality`) groups of 32 without offsets raise perplexity by 23 %; scales chosen for the least squared
 error by 24 %, and by 17 % with errors weighted by the squares of calibration activations. With offsets, 5 bits a weight
-instead of 4.5, it is unchanged: that file's blocks are of this form, and any such block comes back.
+instead of 4.5, it is unchanged: that file's blocks are of this form, and any such block comes back. Groups of 128 with
+offsets raise it by 27 %; with the range of each shrunk to its least error in squares by 36 %, in fourth powers by 33 %.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from model.quantize import WIDE, Quantization, WeightFormat
 from roofline.case import Case
 from roofline.chips import CHIPS
 from roofline.dtypes import DType
-from roofline.footprint import decode_work, kv_scale_bytes_per_device
+from roofline.footprint import kv_bytes_per_device, kv_scale_bytes_per_device, streamed_bytes_per_device
 from roofline.step_collectives import step_collectives
 from scripts._scaling import priced_as
 from sharding.aot import Target
@@ -199,6 +199,11 @@ def piece(case: CompileCase, layout: Layout) -> int:
     return bucket(min(case.context, chunk_size(layout.kv_seq)), layout.kv_seq)
 
 
+def tokens(case: CompileCase) -> int:
+    """New tokens of each row."""
+    return 1 if case.program == "decode" else piece(case, Layout(case.target.mesh(case.tp, case.config.num_kv_heads)))
+
+
 def _memory_facts(memory: Any) -> dict[str, Any]:
     """Bytes as the compiler states them; new_output is what results take that are written over no argument."""
     return {
@@ -211,23 +216,17 @@ def _memory_facts(memory: Any) -> dict[str, Any]:
 
 
 def _ideal_bytes(case: CompileCase) -> dict[str, int]:
-    """What a step must read: every weight once, and the cache. A prefill piece must read no less."""
+    """What a step or a prefill piece must read: each weight once (of the embedding a row a token), and the cache."""
     dtype: str | DType = "bf16"
     if case.format is not None:
         bits = {"int8": 8, "fp8": 8, "int4": 4}[case.format.kind]
         beside = (32 if case.format.group is None else 16) * (2 if case.format.offsets else 1)  # scale, offset
         dtype = DType(case.format.name, bits, beside, case.format.group)
-    work = decode_work(
-        case.config,
-        case.context,
-        batch=case.batch,
-        dtype=dtype,
-        kv_dtype=case.kv_dtype,
-        tp=case.tp,
-        keep=KEPT_WIDE if case.format is not None else (),
-    )
+    keep = KEPT_WIDE if case.format is not None else ()
+    weights = streamed_bytes_per_device(case.config, dtype, case.tp, (), keep, case.batch * tokens(case))
+    cache = kv_bytes_per_device(case.config, case.context, case.kv_dtype, case.tp, case.batch)
     scales = kv_scale_bytes_per_device(case.config, case.context, case.kv_dtype, case.tp, case.batch)
-    return {"weights": int(work.weight_bytes), "cache": int(work.kv_bytes) + scales}
+    return {"weights": sum(weights.values()), "cache": int(cache) + scales}
 
 
 def _bytes_read(inside: Iterable[Access], layers: int) -> dict[str, int]:
@@ -251,7 +250,6 @@ def _collectives(program: Program, trips: Any, case: CompileCase) -> dict[str, A
             own["count"] += step.times
             own["bytes"] += step.times * found.result_bytes
     design: dict[str, Counter[str]] = {}
-    tokens = 1 if case.program == "decode" else piece(case, Layout(case.target.mesh(case.tp, case.config.num_kv_heads)))
     model = Case(
         case.config,
         tp=case.tp,
@@ -259,7 +257,7 @@ def _collectives(program: Program, trips: Any, case: CompileCase) -> dict[str, A
         context=case.context,
         collective=priced_as(case.collectives.collective),
     )
-    for call in step_collectives(model, tokens):
+    for call in step_collectives(model, tokens(case)):
         own = design.setdefault(call.op.replace("_", "-"), Counter())
         own["count"] += call.count
         own["bytes"] += int(call.count * call.nbytes / (call.devices if call.op == "reduce_scatter" else 1))
@@ -320,7 +318,7 @@ def _cycles(inside: list[Access]) -> dict[str, Any]:
         scope = _scope(instruction.op_name)
         if (cycles := instruction.cycles) is not None:
             own[scope, instruction.type.lstrip("(").partition("{")[0]] += one.step.times * cycles
-        elif instruction.opcode == "custom-call":
+        elif "tpu_custom_call" in instruction.rest:
             unknown[scope] += one.step.times
     if not own:
         return {"estimated_cycles": None, "cycles": [], "without_estimate": {}}

@@ -15,7 +15,12 @@ LAYERS = {
 }
 
 TOP = 10
-"""Fusions listed by their cycles."""
+"""Fusions listed by their cycles, or by how these changed."""
+
+TILES_7X = """\
+  a 7x compiler that sees no device keeps 16-bit arguments in tiles of 8 rows and takes products in tiles of 16, so it
+  copies each such matrix once a dispatch; whether it does on the machine is not known. Without them:
+  LIBTPU_INIT_ARGS=--xla_tpu_impure_use_large_2nd_minor_layout_for_x16=false"""
 
 COLUMNS = """\
 argument  weights, cache and small inputs of one device; alias is the part that results are written over (the cache)
@@ -84,7 +89,7 @@ def _memory(r: Mapping[str, Any]) -> list[str]:
 
 def _bytes(r: Mapping[str, Any]) -> list[str]:
     of, ideal = r["step_bytes_of"], {"weights": r["ideal_weight_bytes"], "cache": r["ideal_cache_bytes"], "other": 0}
-    rows = [["a step", "weights", "cache", "other", "all"]]
+    rows = [[_a_run(r), "weights", "cache", "other", "all"]]
     rows.append(["read", *(si(of[name], "B", 2) for name in ideal), si(r["step_bytes"], "B", 2)])
     rows.append(["ideal", *(si(value, "B", 2) for value in ideal.values()), si(r["ideal_bytes"], "B", 2)])
     ratios = [f"{of[name] / value:.3f}" if value else "" for name, value in ideal.items()]
@@ -103,7 +108,7 @@ def _collectives(r: Mapping[str, Any]) -> list[str]:
     kinds = sorted({*made, *design})
     if not kinds:
         return ["  no collectives"]
-    rows = [["collectives a step", "made", "bytes", "design", "bytes"]]
+    rows = [[f"collectives {_a_run(r)}", "made", "bytes", "design", "bytes"]]
     for kind in kinds:
         cells = [kind]
         for side in (made, design):
@@ -118,9 +123,16 @@ def _copies(r: Mapping[str, Any]) -> list[str]:
         return ["  copies: none of 1 MiB or more"]
     rows = [["copies", "shape", "of", "bytes", "times"]]
     for one in r["large_copies"]:
-        when = f"{one['times']} a {'step' if one['in_step'] else 'dispatch'}"
+        when = f"{one['times']} {_a_run(r) if one['in_step'] else 'a dispatch'}"
         rows.append([one["op"], one["shape"], one["of"], si(one["bytes"], "B"), when])
-    return table(rows, right=(3, 4))
+    lines = table(rows, right=(3, 4))
+    if r["target"].startswith("tpu7x") and not all(one["in_step"] for one in r["large_copies"]):
+        lines.append(TILES_7X)
+    return lines
+
+
+def _a_run(r: Mapping[str, Any]) -> str:
+    return "a step" if r["program"] == "decode" else "a piece"
 
 
 def _weights(r: Mapping[str, Any]) -> list[str]:
@@ -133,15 +145,16 @@ def _weights(r: Mapping[str, Any]) -> list[str]:
 
 def _cycles(r: Mapping[str, Any]) -> list[str]:
     total = r["estimated_cycles"]
-    rows = [["cycles (the compiler's static estimate)", "result", "a step", "share"]]
-    for one in r["cycles"][:TOP]:
+    rows = [["cycles (the compiler's static estimate)", "result", _a_run(r), "share"]]
+    most = sorted(r["cycles"], key=lambda one: -one["cycles"])
+    for one in most[:TOP]:
         rows.append([one["of"], one["result"], f"{one['cycles']:,}", f"{one['cycles'] / total:.0%}"])
-    rest = sum(one["cycles"] for one in r["cycles"][TOP:])
+    rest = sum(one["cycles"] for one in most[TOP:])
     rows += [["the rest", "", f"{rest:,}", f"{rest / total:.0%}"], ["all", "", f"{total:,}", ""]]
     lines = table(rows, right=(2, 3))
     if r["without_estimate"]:
         told = ", ".join(f"{count} {name}" for name, count in r["without_estimate"].items())
-        lines.append(f"  without an estimate: {told} (calls of kernels a step)")
+        lines.append(f"  without an estimate: {told} (calls of kernels {_a_run(r)})")
     return lines
 
 
@@ -149,13 +162,20 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -
     """What changed between two reports, field by field; tuples of text and numbers alike."""
     old, new = dict(_flat(before)), dict(_flat(after))
     rows = [[f"changed since {name}", "before", "now", ""]]
-    for key in dict.fromkeys([*old, *new]):
+    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    cycles = [key for key in changed if key.startswith("cycles[")]
+    cycles.sort(key=lambda key: -abs((new.get(key) or 0) - (old.get(key) or 0)))
+    for key in changed:
+        if key in cycles[TOP:]:
+            continue
         was, now = old.get(key), new.get(key)
-        if was != now:
-            numbers = isinstance(was, int | float) and isinstance(now, int | float) and not isinstance(now, bool)
-            ratio = f"{now / was - 1:+.1%}" if numbers and was else ""
-            rows.append([key, _told(key, was), _told(key, now), ratio])
-    return "\n".join(table(rows, right=(1, 2, 3))) if len(rows) > 1 else f"nothing changed since {name}"
+        numbers = isinstance(was, int | float) and isinstance(now, int | float) and not isinstance(now, bool)
+        ratio = f"{now / was - 1:+.1%}" if numbers and was else ""
+        rows.append([key, _told(key, was), _told(key, now), ratio])
+    if not changed:
+        return f"nothing changed since {name}"
+    more = [f"  and the cycles of {len(cycles) - TOP} more, which changed less"] if len(cycles) > TOP else []
+    return "\n".join([*table(rows, right=(1, 2, 3)), *more])
 
 
 def _flat(value: Any, prefix: str = "") -> Sequence[tuple[str, Any]]:
@@ -177,7 +197,7 @@ def _flat(value: Any, prefix: str = "") -> Sequence[tuple[str, Any]]:
 def _told(key: str, value: Any) -> str:
     if value is None:
         return "-"
-    if key.endswith("bytes") and isinstance(value, int):
+    if "bytes" in key and isinstance(value, int):
         return si(value, "B", 2)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else _short(value)
 

@@ -35,11 +35,10 @@ from scripts._cli import (
     versions,
     write_json,
 )
-from scripts._compiled import CompileCase, Layers, compile_facts, memory_floor_s, piece
+from scripts._compiled import CompileCase, Layers, compile_facts, memory_floor_s, tokens
 from scripts._compiled_text import difference, render
 from scripts.bench_decode import open_shape
 from sharding.aot import EXAMPLES, target
-from sharding.layout import Layout
 
 WEIGHTS = ("bf16", *KINDS)
 
@@ -137,9 +136,7 @@ def run_facts(args: argparse.Namespace, case: CompileCase) -> dict[str, Any]:
         "batch": case.batch,
         "context": case.context,
         "program": case.program,
-        "piece": piece(case, Layout(case.target.mesh(case.tp, case.config.num_kv_heads)))
-        if case.program == "prefill"
-        else None,
+        "piece": tokens(case) if case.program == "prefill" else None,
         "layers": case.layers,
         "num_layers": case.config.num_layers,
         "collective": case.collectives.collective,

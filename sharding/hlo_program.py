@@ -169,7 +169,7 @@ class Program:
 
 def inner_of(one: Instruction) -> list[str]:
     """The computations that an instruction runs once: of a call, of a conditional, or of an asynchronous start."""
-    if one.opcode == "call":
+    if one.opcode in ("call", "call-start"):  # the latter is how a TPU 7x gives work to its sparse cores
         roles: tuple[str, ...] = ("to_apply",)
     elif one.opcode == "conditional":
         roles = ("branch_computations", "true_computation", "false_computation")

@@ -7,6 +7,7 @@ is fetched. Arguments are followed through loops, tuples, fetches and updates in
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,11 +23,14 @@ from sharding.hlo_program import (
 )
 from sharding.hlo_types import on_chip, parts, type_bytes, type_elements
 
-_FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done"})
+_FETCHES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-done", "call-done"})
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose", "bitcast-convert"})
 """Inside a fusion these move no memory of their own: only what is read of their result is read of their operand."""
 
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+_KERNEL_UPDATES = re.compile(r'"tpu_custom_call".* output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}')
+"""A kernel whose only result is one of its operands, changed in part."""
+
 _MOVES = frozenset(
     {
         "copy",
@@ -82,7 +86,8 @@ class Access:
         if self.in_place is not None or self.written < least or self.is_write_back:
             return False
         from_argument = max((size for name, size in self.reads.items() if name), default=0) >= least
-        return self.opcode in _MOVES or (from_argument and not self.is_product)
+        looks_up = "gather" in self.opcodes  # rows of a table
+        return self.opcode in _MOVES or (from_argument and not self.is_product and not looks_up)
 
 
 def accesses(program: Program, trips: Callable[[Instruction], int] = lambda loop: 1) -> list[Access]:
@@ -160,6 +165,9 @@ def _updated(program: Program, one: Instruction) -> int | None:
     """Which operand an instruction updates in place."""
     if one.opcode in _UPDATES:
         return 0
+    if one.opcode == "custom-call":
+        kernel = _KERNEL_UPDATES.search(one.rest)
+        return int(kernel[1]) if kernel else None
     inner = program.fused(one)
     if inner is None:
         return None
@@ -202,7 +210,7 @@ def _touched_by(program: Program, one: Instruction, place: int, whole: int) -> i
     if one.opcode in ("dynamic-slice", "slice", "gather", "slice-start") and place == 0:
         result = parts(one.type)[1] if one.opcode == "slice-start" else one.type  # a start: (source, result, ...)
         return min(whole, type_elements(result))
-    if one.opcode in _UPDATES and place == 0:
+    if one.opcode in (*_UPDATES, "custom-call") and place == _updated(program, one):
         return 0
     inner = program.fused(one)
     if inner is None:

@@ -15,6 +15,7 @@ from decode.batching.holdings import Holdings
 from decode.batching.jobs import Job
 from decode.batching.request import Event, RefusedError, Request, Ticket
 from decode.batching.targets import Targets
+from model.wording import number_of
 
 Deliver = Callable[[Job, Event], None]
 
@@ -48,7 +49,7 @@ class Batch:
         if len(self.waiting) >= self.max_queue:
             self.counts["refused"] += 1
             ahead = targets.first_token_s(len(request.prompt), output, self.running, self.waiting)
-            raise RefusedError(f"{len(self.waiting)} requests wait already, the most that may; try later", ahead)
+            raise RefusedError(f"the queue of {number_of(self.max_queue, 'request')} is full; try later", ahead)
         job = Job(ticket, request, self._order, now, list(request.prompt))
         if targets.ttft_s is not None:
             predicted = targets.first_token_s(self.holdings.uncached(job), output, self.running, self.waiting)

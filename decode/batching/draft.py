@@ -29,6 +29,7 @@ from decode.batching.shapes import Shapes
 from decode.cache import KVCache, empty
 from decode.speculation.draft import DraftModel
 from decode.speculation.proposer import MOST_PROPOSALS
+from sharding.compiling import compile_lowered
 
 ASKED_WORDS = 5
 """Numbers a request: slot, position of its newest token, the token before, the newest, how many to propose."""
@@ -93,7 +94,8 @@ class PagedDraft:
         def compiled(kind: str, layout: Packing | Asking, make: Callable[[], Any]) -> Any:
             key = ("batched draft", kind, layout, self.pages, self.page_size, self.max_batch)
             vector = jax.ShapeDtypeStruct((layout.size,), np.int32)
-            return decoder.once(key, lambda: make().lower(leaves, shapes, vector).compile())  # engines share it
+            platform = decoder.layout.platform
+            return decoder.once(key, lambda: compile_lowered(make().lower(leaves, shapes, vector), platform))
 
         for size in self.fill_sizes:
             tiles = Packing(0, size, self.pages_each)

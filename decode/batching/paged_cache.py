@@ -83,7 +83,9 @@ class PagedCache:
     platform: str = field(metadata={"static": True})
     implementation: str | None = field(metadata={"static": True})
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> PagedCache:
+    def write(
+        self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array, *, platform: str
+    ) -> PagedCache:
         """Store k and v [1, R + C, K, H] where each token goes."""
         array, slot_layer = self.cache._place(layer)
         members, me = axis_size(KV_SEQ), lax.axis_index(KV_SEQ)

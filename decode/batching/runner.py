@@ -26,6 +26,7 @@ from decode.speculation.draft import DraftModel
 from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
+from sharding.compiling import compile_lowered
 from sharding.multihost import PEER_TIMEOUT_S
 
 LONGEST_DEFAULT = 8192
@@ -119,7 +120,8 @@ class Runner:
 
             def compiled(packing: Packing = packing) -> Any:
                 vector = jax.ShapeDtypeStruct((packing.size,), np.int32)
-                return step(programs, packing).lower(programs.abstract_params(), *shapes, vector).compile()
+                lowered = step(programs, packing).lower(programs.abstract_params(), *shapes, vector)
+                return compile_lowered(lowered, layout.platform)
 
             self._steps[R, C] = self.decoder.once(key, compiled)
         self._set_slot = set_slot(programs)

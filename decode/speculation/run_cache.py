@@ -21,12 +21,14 @@ class RunCache:
 
     cache: KVCache
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> RunCache:
+    def write(
+        self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array, *, platform: str
+    ) -> RunCache:
         """Store k and v [B, T, K, H] at int32 positions [B, T], which differ from row to row."""
         cache = self.cache
         for at in range(k.shape[1]):
             one = slice(at, at + 1)
-            cache = cache.write(layer, k[:, one], v[:, one], positions[:, one])
+            cache = cache.write(layer, k[:, one], v[:, one], positions[:, one], platform=platform)
         return RunCache(cache)
 
     def attend(

@@ -4,6 +4,9 @@ One kernel serves decode steps (a few queries, all heads of a row at once) and p
 at a time). The grid's last axis runs over blocks of slots and is as long as the longest row needs; a row that needs
 fewer points at the block it has, which is not copied again. Online softmax: Milakov and Gimelshein, 2018; blocks of
 queries and keys: FlashAttention-2 (Dao, 2023).
+
+A cache whose heads fill no register's lanes lies in memory with its positions along them, which is how XLA:TPU keeps
+such an array, without padding. The kernel takes it as it lies: with heads of 64 half the bytes of padded ones.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.cache_attention.partial import MASKED, Partial, from_storage
 from kernels.cache_attention.rows import blocks_needed, by_head, by_position
 from kernels.cache_attention.scaled import Scales, widened
-from kernels.pallas import LANES, SUBLANES
+from kernels.pallas import LANES, SUBLANES, slots_along_lanes
 
 BLOCK_BYTES = 1 << 20
 """About what one block of keys takes: copies long enough to run at memory speed, small enough to keep two of each."""
@@ -101,6 +104,7 @@ def cache_attention(
     keys, values = from_storage(keys), from_storage(values)
     tile = _tile(q, keys, scaled=scales is not None)
     assert tile is not None, "the caller asks not_taken"
+    turned = slots_along_lanes(*keys.shape[3:])
     rows = by_head(q, positions, tile.rows)
     R, blocks_of_rows = rows.q.shape[2], rows.last.shape[1]
     offset = jnp.asarray(offset, jnp.int32)
@@ -108,16 +112,18 @@ def cache_attention(
 
     def cache_block(b: Any, h: Any, j: Any, s: Any, layer: Any, *scalars: Any) -> tuple[Any, ...]:
         needed = scalars[-1]
-        return layer[0], b, h, jnp.minimum(s, jnp.maximum(needed[b * blocks_of_rows + j] - 1, 0)), 0
+        block = jnp.minimum(s, jnp.maximum(needed[b * blocks_of_rows + j] - 1, 0))
+        return layer[0], b, h, *((0, block) if turned else (block, 0))
 
     def scale_block(*at: Any) -> tuple[Any, ...]:  # of every head: one alone is no whole register
-        layer, b, _, s, _ = cache_block(*at)
-        return layer, b, 0, s
+        layer, b, _, *block = cache_block(*at)
+        return layer, b, 0, block[turned]
 
     def row_block(b: Any, h: Any, j: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, j, 0
 
-    cache_spec = pl.BlockSpec((1, 1, tile.heads, tile.slots, H), cache_block)
+    one_head = (H, tile.slots) if turned else (tile.slots, H)
+    cache_spec = pl.BlockSpec((1, 1, tile.heads, *one_head), cache_block)
     scale_specs = [pl.BlockSpec((1, 1, K, tile.slots), scale_block)] * (0 if scales is None else 2)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=5,
@@ -139,12 +145,14 @@ def cache_attention(
             pltpu.VMEM((tile.heads, tile.rows, LANES), jnp.float32),
         ],
     )
+    if turned:
+        keys, values = (jnp.swapaxes(each, 3, 4) for each in (keys, values))
     cache: tuple[jax.Array, ...] = (keys, values, *(scales or ()))
     if not interpret:
         # Left to itself the compiler fetches whole arrays to VMEM for their update, and writes them back whole.
         cache = tuple(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in cache)
     out, stats = pl.pallas_call(
-        _kernel(tile, stride, blocks_of_rows, scaled=scales is not None),
+        _kernel(tile, stride, blocks_of_rows, scaled=scales is not None, turned=turned),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct((B, K, R, H), jnp.float32),
@@ -173,7 +181,7 @@ def _tile(q: jax.Array, keys: jax.Array, *, scaled: bool) -> Tile | None:
     return choose(K, T * G, keys.shape[3], H, keys.dtype.itemsize, q.dtype.itemsize, scaled=scaled)
 
 
-def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> Any:
+def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool, turned: bool) -> Any:
     def kernel(
         layer: Any, offset: Any, first: Any, last: Any, needed: Any, q: Any, row_positions: Any, *refs: Any
     ) -> None:
@@ -195,8 +203,9 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
             if masked:
                 slots = s * tile.slots + lax.broadcasted_iota(jnp.int32, (1, tile.slots), 1)
                 seen = slots * stride + offset[0] <= row_positions[0]
-                slots_down = s * tile.slots + lax.broadcasted_iota(jnp.int32, (tile.slots, 1), 0)
-                held = slots_down * stride + offset[0] <= last[at]
+                along = (1, tile.slots) if turned else (tile.slots, 1)
+                slots = s * tile.slots + lax.broadcasted_iota(jnp.int32, along, int(turned))
+                held = slots * stride + offset[0] <= last[at]
             for head in range(tile.heads):
                 own = pl.ds(h * tile.heads + head, 1)
                 absorb(
@@ -206,6 +215,7 @@ def _kernel(tile: Tile, stride: int, blocks_of_rows: int, *, scaled: bool) -> An
                     (key_scales[0, 0, own, :], value_scales[0, 0, own, :]) if scaled else None,
                     (seen, held) if masked else None,
                     (acc.at[head], top.at[head], total.at[head]),
+                    turned=turned,
                 )
 
         # Most blocks are seen whole by every query of theirs, and need no mask.
@@ -228,16 +238,20 @@ def absorb(
     scales: tuple[jax.Array, jax.Array] | None,
     masks: tuple[jax.Array, jax.Array] | None,
     state: tuple[Any, Any, Any],
+    *,
+    turned: bool = False,
 ) -> None:
-    """One head's block of keys and values [slots, H] into the running softmax of its queries [rows, H].
+    """One head's block of keys and values into the running softmax of its queries [rows, H].
 
     Args:
+        k, v: [slots, H], or [H, slots] where ``turned``.
         scales: [1, slots] of keys and of values.
-        masks: [rows, slots], which slots each query sees, and [slots, 1], which ones hold anything; None: all.
+        masks: [rows, slots], which slots each query sees, and [slots, 1] or turned [1, slots], which ones hold
+            anything; None: all.
         state: references to the output [rows, H], and to its maximum and sum, each in every lane of [rows, LANES].
     """
     acc, top, total = state
-    scores = _dot(q, widened(k, q.dtype), ((1,), (1,))) * q.shape[-1] ** -0.5
+    scores = _dot(q, widened(k, q.dtype), ((1,), (int(not turned),))) * q.shape[-1] ** -0.5
     if scales is not None:
         scores = scores * scales[0]
     if masks is not None:
@@ -256,7 +270,7 @@ def absorb(
         weight = jnp.where(masks[0], weight, 0.0) if scales is not None else weight
         meets = _meets(v.dtype, q.dtype)
         v = jnp.where(masks[1], v.astype(jnp.float32), 0.0).astype(meets)
-    acc[...] = acc[...] * decay + _dot(weight, v.astype(_meets(v.dtype, q.dtype)), ((1,), (0,)))
+    acc[...] = acc[...] * decay + _dot(weight, v.astype(_meets(v.dtype, q.dtype)), ((1,), (int(turned),)))
     top[...] = jnp.broadcast_to(now, top.shape)
 
 

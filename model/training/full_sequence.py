@@ -25,7 +25,9 @@ class FullSequence:
     keys: jax.Array | None = None
     values: jax.Array | None = None
 
-    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array) -> FullSequence:
+    def write(
+        self, layer: jax.Array | int, k: jax.Array, v: jax.Array, positions: jax.Array, *, platform: str
+    ) -> FullSequence:
         return FullSequence(k, v)
 
     def attend(

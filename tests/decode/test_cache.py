@@ -77,7 +77,7 @@ class Split:
     @functools.cached_property
     def _write(self) -> Callable[..., Any]:
         def write(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-            return cache.write(1, k, v, positions)
+            return cache.write(1, k, v, positions, platform="cpu")
 
         return self._map(write, (self.specs, HEADS, HEADS, PartitionSpec()), self.specs)
 

@@ -17,6 +17,7 @@ from kernels.cache_attention import IMPLEMENTATIONS, Partial, cache_attention, p
 from kernels.cache_attention.partial import from_storage, merge
 from kernels.cache_attention.rows import blocks_needed
 from kernels.cache_attention.scaled import FP8, LIMITS, Scales, quantize
+from kernels.cache_write import cache_write
 from kernels.select import KernelError, select
 from tests.kernels.numpy_attention import numpy_attention
 
@@ -108,31 +109,32 @@ def test_both_are_offered() -> None:
 
 
 S = 3 * BLOCK + 5
-EDGES = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, S - 1])
+LONG = 6 * BLOCK + 5
+"""Slots of which so many lie along the lanes on TPU, where heads are shorter than a register."""
+EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK]
 
 
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize(
     ("shape", "stored", "stride"),
     [
-        ((3, 1, 2, 3, 64), jnp.float32, 1),
-        ((2, 1, 1, 8, 80), jnp.int8, 3),
-        ((2, 3, 2, 2, 96), FP8, 1),  # several new positions a row
-        ((1, 1, 2, 1, 128), jnp.bfloat16, 2),
+        ((3, 1, 2, 3, 64, S), jnp.float32, 1),
+        ((2, 1, 1, 8, 80, LONG), jnp.int8, 3),
+        ((2, 3, 2, 2, 96, LONG), FP8, 1),  # several new positions a row
+        ((1, 1, 2, 1, 128, S), jnp.bfloat16, 2),
     ],
 )
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_length(implementation: str, shape: Any, stored: Any, stride: int, data: st.DataObject) -> None:
     """Rows of different lengths, at block edges and between, on one member of a cache split by position."""
-    B, T = shape[:2]
+    B, T, *_, S = shape
     offset = data.draw(st.integers(0, stride - 1))
-    near = st.builds(lambda slot, more: slot * stride + more, EDGES, st.integers(0, stride - 1))
+    edges = st.sampled_from([*EDGES, S - 1])
+    near = st.builds(lambda slot, more: slot * stride + more, edges, st.integers(0, stride - 1))
     lasts = data.draw(st.lists(st.one_of(st.integers(0, S * stride - 1), near), min_size=B, max_size=B))
     positions = np.maximum(np.array(lasts)[:, None] - np.arange(T)[::-1], 0)
-    Case((*shape, S), jnp.dtype(stored), positions, stride, offset, seed=data.draw(st.integers(0, 99))).check(
-        implementation
-    )
+    Case(shape, jnp.dtype(stored), positions, stride, offset, seed=data.draw(st.integers(0, 99))).check(implementation)
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -140,7 +142,7 @@ def test_any_length(implementation: str, shape: Any, stored: Any, stride: int, d
 def test_prefill_is_causal(implementation: str, stored: Any, start: int) -> None:
     """Many queries in several blocks, the last of them not whole."""
     positions = np.broadcast_to(np.arange(start, start + 19), (2, 19))
-    Case((2, 19, 2, 3, 64, S), jnp.dtype(stored), positions).check(implementation)
+    Case((2, 19, 2, 3, 64, S if start else LONG), jnp.dtype(stored), positions).check(implementation)
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -178,6 +180,24 @@ def test_the_definition_agrees_with_numpy_on_scaled_caches() -> None:
     np.testing.assert_allclose(found.finish(), case.expected[0], atol=TIGHT)
 
 
+@pytest.mark.parametrize(("stored", "S", "H"), [(jnp.bfloat16, 300, 64), (jnp.int8, 97, 80), (FP8, 130, 16)])
+def test_a_write_into_short_heads(stored: Any, S: int, H: int) -> None:
+    """As the scatter that defines it does, at any slot, or nowhere; what is beside it stays, NaN too."""
+    B, K = 6, 2
+    rng = np.random.default_rng(S)
+    cache = jnp.asarray(rng.standard_normal((L, B, K, S, H)) * 99).astype(stored)
+    if stored != jnp.int8:
+        cache = cache.at[LAYER, :, :, 1].set(jnp.nan)
+    new = jnp.asarray(rng.standard_normal((B, K, H)) * 99).astype(stored)
+    slots = jnp.array([0, S - 1, S, S // 2, 1, 15], jnp.int32)  # the third writes nothing
+    how: dict[str, Any] = {"layer": LAYER, "platform": "cpu"}
+    expected, found = (cache_write(cache, new, slots, **how, implementation=name) for name in ("xla", "pallas_tpu"))
+    assert found.dtype == cache.dtype
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+    assert bool(jnp.array_equal(expected[LAYER, 2], cache[LAYER, 2], equal_nan=stored != jnp.int8))
+    assert bool(jnp.array_equal(expected[LAYER, 4, :, 1], new[4]))
+
+
 @settings(deadline=None)
 @given(last=st.integers(-1, 300), stride=st.integers(1, 5), slots=st.integers(1, 40), data=st.data())
 def test_blocks_that_hold_something(last: int, stride: int, slots: int, data: st.DataObject) -> None:
@@ -206,6 +226,10 @@ def test_each_platform_has_its_own_by_default() -> None:
 def test_what_a_platform_does_not_run_is_refused() -> None:
     case = Case((1, 1, 1, 1, 20, 20), jnp.dtype(jnp.float32), [[3]])
     where = {"layer": 0, "positions": case.positions, "stride": 1, "offset": 0}
+    with pytest.raises(KernelError, match="'pallas_tpu' takes caches whose heads are shorter than a register"):
+        cache_write(
+            case.keys, case.keys[0, :, :, 0], case.positions[0], layer=0, platform="cpu", implementation="pallas_tpu"
+        )
     with pytest.raises(KernelError, match="'pallas_tpu' does not run on gpu"):
         cache_attention(case.q, case.keys, case.values, **where, platform="gpu", implementation="pallas_tpu")
     with pytest.raises(KernelError, match=r"'pallas_gpu' takes heads of a multiple of 16.*not 20"):

@@ -133,7 +133,7 @@ def test_every_row_of_the_table_is_reached_and_gives_its_reason() -> None:
         table.choose(platform, rows, shapes(platform, "int8", group, 64, 64))
         for platform in ("tpu", "gpu")
         for group in (None, 32)
-        for rows in (1, 257)
+        for rows in (1, 2, 257)
     ]
     assert set(table.CHOICES) == set(reached)
     assert all(choice.reason for choice in table.CHOICES)
@@ -146,7 +146,7 @@ def test_every_row_of_the_table_is_reached_and_gives_its_reason() -> None:
 
 @pytest.mark.parametrize(("platform", "kind"), [("tpu", "int4"), ("gpu", "packed")])
 def test_products_behind_a_norm_use_it_too(platform: str, kind: str) -> None:
-    x, scale, weight = jnp.zeros((1, 64)), jnp.zeros(64), random_weight(32, 64, kind, 32, offsets=False)
+    x, scale, weight = jnp.zeros((2, 64)), jnp.zeros(64), random_weight(32, 64, kind, 32, offsets=False)
     for operation in (normed_matmul, normed_gate):
         traced = jax.make_jaxpr(lambda x, w, op=operation: op(x, scale, 1e-5, w, platform=platform))(x, weight)
         assert str(traced).count("pallas_call[") == 1
@@ -157,6 +157,7 @@ def test_products_behind_a_norm_use_it_too(platform: str, kind: str) -> None:
     ("kind", "group", "M", "O", "I"),
     [
         ("int4", 32, 1, 1024, 1792),
+        ("int4", 64, 2, 1024, 1792),
         ("int4", 128, 16, 576, 1536),
         ("int8", 128, 64, 1024, 576),
         ("int8", None, 8, 512, 512),
@@ -171,15 +172,16 @@ def test_what_the_table_says_compiles_without_a_wide_weight(
     I: int,
 ) -> None:
     platform = "gpu" if name == "h100" else "tpu"
+    weight = shapes(platform, kind, group, O, I)
     found = compile_for(
         name,
         lambda x, weight: quantized_matmul(x, weight, platform=platform),
         jax.ShapeDtypeStruct((M, I), jnp.bfloat16),
-        shapes(platform, kind, group, O, I),
+        weight,
     )
     text = found.as_text()
     kernels = text.count('custom_call_target="' + ("__gpu$xla.gpu.triton" if platform == "gpu" else "tpu_custom_call"))
-    assert kernels == (0 if group is None else 1)
+    assert kernels == (table.choose(platform, M, weight).implementation != "xla")
     assert not any(f"{dtype}[{O},{I}]" in text[text.index("ENTRY") :] for dtype in ("bf16", "f32", "f16"))
 
 

@@ -103,6 +103,11 @@ def change(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin"}, "format 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "pack_dtype": "int16"}, "pack_dtype"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"}, "format 'gemv'.*'gemm'"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "pack_dtype": "int64"},
+            "AWQ.*pack_dtype 'int64'.*int32",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "AWQ.*zero_point False"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "0 config_groups"),
         (

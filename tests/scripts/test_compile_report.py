@@ -127,3 +127,10 @@ def test_differences_are_told_by_name() -> None:
     assert [line.split()[0] for line in told[1:]] == ["fits", "temp_bytes", "large_copies[copy", "large_copies[copy"]
     assert "+50.0%" in told[2]
     assert difference(one, dict(one), "one.json") == "nothing changed since one.json"
+
+
+def test_of_many_fusions_those_are_told_that_changed_most() -> None:
+    one, two = ({"cycles": [{"of": f"op{n}", "cycles": 100 + sign * n} for n in range(13)]} for sign in (0, 1))
+    told = difference(one, two, "one.json").splitlines()
+    assert [line.split()[0] for line in told[1:-1]] == [f"cycles[op{n}].cycles" for n in range(3, 13)]
+    assert told[-1] == "  and the cycles of 2 more, which changed less"
