@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.matmul import IMPLEMENTATIONS, matmul
+from kernels.matmul import IMPLEMENTATIONS, choose, matmul
 from kernels.matmul.xla import STREAMED_ROWS
-from kernels.native.product import MOST_ROWS
+from kernels.native.product import MOST_ROWS, TILED_ROWS
 from kernels.select import KernelError
 
 HOW = [
@@ -57,6 +57,20 @@ def test_the_result_is_rounded_once_to_the_dtype_of_x(implementation: str | None
     assert out.dtype == jnp.bfloat16
     # Half a unit in the last of bf16's 8 bits, and no more.
     np.testing.assert_allclose(np.asarray(out, np.float64), expected(x, weight), rtol=2**-8 * 1.01, atol=1e-4)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_bf16_goes_to_the_cpus_tiles_from_some_rows_on(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.native.product.has_bf16_tiles", lambda: tiles)
+    monkeypatch.setattr("kernels.native.problem", lambda: None)  # the native kernels can be built
+    for rows, dtype, native in (
+        (TILED_ROWS, jnp.bfloat16, True),
+        (TILED_ROWS + 1, jnp.bfloat16, not tiles),
+        (TILED_ROWS + 1, jnp.float32, True),
+    ):
+        x, weight = operands((rows,), 96, 40, dtype)
+        assert (choose("matmul", x, weight, "cpu", None) == "cpu_native") == native
+        assert choose("matmul", x, weight, "cpu", "cpu_native") == "cpu_native"  # what is asked for is what runs
 
 
 def test_padding_columns_add_nothing() -> None:
