@@ -36,6 +36,8 @@ def cache_write(
     Raises:
         KernelError: an unknown implementation, or one that does not take these operands.
     """
+    if implementation is None and (platform != "tpu" or _pallas_tpu().not_taken(cache)):
+        implementation = "xla"  # the better one there, and nothing to tell
     chosen = select(
         "cache_write",
         implementation,
