@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -378,13 +379,15 @@ def test_unwritable_cache_folder_says_how_to_go_on(
     assert "pass --model" in err
 
 
-def _start(folder: Path, cache: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, cache: Path, *options: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scripts.generate", "--model", str(folder), "--prompt", PROMPT, *options]
     return subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -412,10 +415,20 @@ def test_a_reader_that_goes_away_and_an_interrupt_end_it_quietly(tiny: Path, tmp
     assert process.stderr is not None
     assert (process.stderr.read(), process.wait()) == ("", 141)
 
-    process = _start(tiny, tmp_path, **session_cache())
+    # Its first word does not fit into this pipe, so that it is surely at work when the signal comes.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    process = _start(tiny, tmp_path, stdout=writing, **session_cache())
+    os.close(writing)
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"{tiny}: ")
     process.send_signal(signal.SIGINT)
+    with open(reading, "rb") as pipe:
+        pipe.read()
     _, err = process.communicate()
     assert process.returncode == 130
     assert err.endswith("\ninterrupted\n")

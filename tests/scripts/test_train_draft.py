@@ -20,7 +20,7 @@ from tests.scripts.tiny import BOS, EOS, write_tiny
 CONFIG = small_config(vocab_size=258, bos_token_id=BOS, eos_token_ids=(EOS,), num_layers=2)
 SMALL = (
     *("--layers", "1", "--length", "32", "--batch", "4", "--held-out", "4", "--vocabulary", "64"),
-    *("--warmup", "1", "--checkpoint-every", "3", "--tp", "1"),
+    *("--warmup", "1", "--checkpoint-every", "3", "--tp", "1", "--dtype", "f32"),
 )
 
 
