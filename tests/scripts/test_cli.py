@@ -169,6 +169,7 @@ def test_no_home_folder_costs_the_compilation_cache_only(monkeypatch: pytest.Mon
         raise RuntimeError("no home")
 
     jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)  # no folder that somebody chose
     monkeypatch.setattr(_cli, "cache_dir", homeless)
     assert set_up(None).describe() == "cache off: no home"
 
