@@ -95,5 +95,5 @@ def test_on_tpu_heads_fill_whole_registers(name: str, size: int) -> None:
     """llama-3.2-1b has heads of 64, and XLA:TPU would keep its pages in a layout that no kernel takes."""
     _, decoder = engine("llama-3.2-1b", name, "int8")
     cache = abstract_pages(decoder, 10, PAGE)
-    assert {leaf.shape for leaf in cache.keys + cache.values} == {(1, 10, 8, PAGE, size)}
-    assert {leaf.shape for leaf in cache.key_scales + cache.value_scales} == {(1, 1, 8, 10 * PAGE)}
+    assert {leaf.shape for leaf in cache.keys + cache.values} == {(2, 10, 8, PAGE, size)}
+    assert {leaf.shape for leaf in cache.key_scales + cache.value_scales} == {(2, 1, 8, 10 * PAGE)}
