@@ -66,7 +66,7 @@ def judge(
     scores = filtered(scores / values.temperature, values, form, collectives)
     log_p = log_softmax(scores, collectives).reshape(B, T, -1)
     drawn = proposal.tokens[..., None] == ids  # [B, k, V / tp]
-    log_q = jnp.where(drawn, 0.0, -jnp.inf) if proposal.log_q is None else proposal.log_q
+    log_q = certain(proposal.tokens, logits.shape[-1]) if proposal.log_q is None else proposal.log_q
     chances = collectives.max(jnp.max(jnp.where(drawn, log_p[:, :-1], -jnp.inf), axis=-1))
     odds = collectives.max(jnp.max(jnp.where(drawn, log_q, -jnp.inf), axis=-1))
     coins = jnp.log(_uniform(jnp.asarray(values.seed) ^ COINS, positions[:, :-1]))
@@ -89,6 +89,12 @@ def judge(
     # A NaN is no maximum on every device; it must be told.
     broken = collectives.max(jnp.any(jnp.isnan(raw), axis=-1).astype(jnp.float32)) > 0
     return Verdict(tokens, jnp.where(broken, jnp.nan, logprobs), accepted)
+
+
+def certain(tokens: jax.Array, slots: int) -> jax.Array:
+    """tokens int32 [...] -> float32 [..., slots], this device's slice: the log-probabilities of choosing just them."""
+    own = tensor_index() * slots + jnp.arange(slots)
+    return jnp.where(tokens[..., None] == own, 0.0, -jnp.inf)
 
 
 def log_softmax(scores: jax.Array, collectives: Collectives) -> jax.Array:

@@ -123,7 +123,7 @@ class SpeculativeDecoder:
                 taken = []
                 for _ in range(3):
                     rows = self._place_rows(filled)
-                    standing = Standing(rows, self._put(self._history(prompts, room), ("batch", None)), state)
+                    standing = Standing(rows, self.decoder.put(self._history(prompts, room), ("batch", None)), state)
                     jax.block_until_ready((standing, cache))
                     began = time.perf_counter()
                     if k:
@@ -165,8 +165,8 @@ class SpeculativeDecoder:
         yield as_arrival(first[None], np.asarray(logprob)[None], 0)
         texts = [[*prompt, int(token)] for prompt, token in zip(prompts, first, strict=True)]
         done = np.isin(first, stop_ids) | (np.array([len(text) for text in texts]) >= ends)
-        rows = rows._replace(done=self._put(done, BATCH))
-        standing = Standing(rows, self._put(self._history(texts, room), ("batch", None)), state)
+        rows = rows._replace(done=self.decoder.put(done, BATCH))
+        standing = Standing(rows, self.decoder.put(self._history(texts, room), ("batch", None)), state)
         pending: list[tuple[int, Any]] = []
         k, plain_left, then = control.choose((~done).tolist()), 0, time.perf_counter()
         while not done.all():
@@ -211,7 +211,7 @@ class SpeculativeDecoder:
                                 text += tokens
                             yield arrival
                     pending.clear()
-                    history = self._put(self._history(texts, room), ("batch", None))
+                    history = self.decoder.put(self._history(texts, room), ("batch", None))
                     standing = standing._replace(history=history)
                     k = control.choose((~done).tolist())
                     then = time.perf_counter()
@@ -276,14 +276,11 @@ class SpeculativeDecoder:
 
     def _place_rows(self, rows: Rows) -> Rows:
         *each, seen = rows
-        placed = [self._put(np.asarray(one), BATCH) for one in each]
+        placed = [self.decoder.put(np.asarray(one), BATCH) for one in each]
         return Rows(placed[0], placed[1], placed[2], placed[3], self._seen(seen))
 
     def _seen(self, seen: jax.Array | None) -> jax.Array | None:
-        return None if seen is None else self._put(np.asarray(seen), SEEN)
-
-    def _put(self, value: np.ndarray, axes: Sequence[str | None]) -> jax.Array:
-        return self.decoder.put(value, axes)
+        return None if seen is None else self.decoder.put(np.asarray(seen), SEEN)
 
 
 def _read(out: Any) -> tuple[Arrival, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.decoder import Decoder
 from decode.sampling import SamplingForm, SamplingParams, SamplingValues, argmax, filtered, gumbel
-from decode.speculation.accept import log_softmax
+from decode.speculation.accept import certain, log_softmax
 from decode.speculation.ngram import look_up
 from decode.speculation.proposer import Proposal, SpeculationError
 from decode.speculation.run_cache import RunCache
@@ -122,20 +122,15 @@ class DraftModel:
             place = rows.length + 1 + ahead
             token, log_q = self._choose(model, cut, hidden[:, -1], place, values, form)
             if self.copies:
-                one = copied[:, ahead : ahead + 1]
-                token = jnp.where(matched, one[:, 0], token)
-                log_q = None if log_q is None else jnp.where(matched[:, None], self._certain(one), log_q)
+                token = jnp.where(matched, copied[:, ahead], token)
             proposed.append(token)
             log_qs.append(log_q)
             tokens, positions = token[:, None], place[:, None]
         stacked = jnp.stack(proposed, axis=1)
         log_q = jnp.stack(cast(list[jax.Array], log_qs), axis=1) if form.random else None
+        if self.copies and log_q is not None:
+            log_q = jnp.where(matched[:, None, None], certain(copied, log_q.shape[-1]), log_q)
         return cache.cache, Proposal(stacked, jnp.full(stacked.shape[:1], k, jnp.int32), log_q)
-
-    def _certain(self, tokens: jax.Array) -> jax.Array:
-        """tokens [B, 1] -> log-probabilities [B, V / tp] of choosing just them."""
-        slots = self.layout.local_shape((self.decoder.config.vocab_size,), HEAD[:1])[0]
-        return jnp.where(tensor_index() * slots + jnp.arange(slots) == tokens, 0.0, -jnp.inf)
 
     def _choose(
         self,
