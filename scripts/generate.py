@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -51,6 +50,7 @@ from scripts._cli import (
 )
 from scripts._many import ManyRun, run_many
 from scripts._processes import add_process_options
+from scripts._prompts import Prompt, add_prompt_options, asked_texts, encoded
 from scripts._report import report_lines, step_bytes, step_facts
 from scripts._speculation import (
     add_speculation_options,
@@ -70,35 +70,13 @@ GROUPED = 32
 """Up to so many prompts run in groups of ``--batch``, each timed; more run through the engine."""
 
 
-class _Ask(argparse.Action):
-    """Keeps the options that ask for texts in one list, in the order of the command line: ``asked``."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
-        namespace.asked = [*namespace.asked, (self.option_strings[0], value)]
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.generate", description="Answer prompts with a Llama model, and time it."
     )
     parser.add_argument("--model", default="demo", help=f"{ACCEPTED}. Default: demo")
 
-    prompts = parser.add_argument_group("prompts (at least one; options may be repeated; answered in the order given)")
-    parser.set_defaults(asked=[])
-    prompts.add_argument("--prompt", action=_Ask, metavar="TEXT", help="text to continue")
-    prompts.add_argument(
-        "--chat",
-        action=_Ask,
-        metavar="TEXT",
-        help="a user's message, in the model's chat template",
-    )
-    prompts.add_argument("--system", metavar="TEXT", help="system message for every --chat")
-    prompts.add_argument(
-        "--prompts-file",
-        action=_Ask,
-        metavar="PATH",
-        help="texts to continue, one a line, in UTF-8; - is standard input",
-    )
+    prompts = add_prompt_options(parser)
     prompts.add_argument(
         "--batch",
         type=positive,
@@ -145,23 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A text of the command line: to answer as a user's message, or to continue."""
-
-    text: str
-    chat: bool
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt as given, as tokens, and whether the output continues it or answers it."""
-
-    text: str
-    tokens: list[int]
-    continues: bool
-
-
-@dataclass(frozen=True)
 class Group:
     """Prompts that ran together, what they led to, and when."""
 
@@ -177,7 +138,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = _sampling(args)
     asked_quantization(args)
     StopStrings(args.stop)
-    asked = _asked(args)
+    asked = asked_texts(args)
     k = check_speculation_options(args.speculate, args.k, args.draft_dtype)
     through_engine = len(asked) > max(GROUPED, args.batch)
     if through_engine and args.speculate and args.repetition_penalty != 1:
@@ -197,7 +158,7 @@ def generate(args: argparse.Namespace) -> None:
     collectives = chosen_collectives(args.collective, layout.tp)
     tokenizer = model.load_tokenizer()
     opened = time.perf_counter() - began
-    prompts = _prompts(asked, args.system, tokenizer)
+    prompts = encoded(asked, args.system, tokenizer)
     max_len = _room(prompts, model.config, args.max_new_tokens, args.max_len)
 
     dtype = DTYPES[args.dtype or default_dtype()]
@@ -337,50 +298,6 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
         verb = "has" if len(given) == 1 else "have"
         raise UsageError(f"{', '.join(given)} {verb} no effect at temperature 0, which is greedy; add --temperature")
     return sampling
-
-
-def _asked(args: argparse.Namespace) -> list[Asked]:
-    """Every text, in the order of the command line; those of a file stand where its option does."""
-    names = [option for option, _ in args.asked]
-    if args.system is not None and "--chat" not in names:
-        raise UsageError("--system goes with --chat: a plain --prompt has no system message")
-    if names.count("--prompts-file") > 1:
-        raise UsageError("--prompts-file is given more than once; put all texts in one file")
-    found = []
-    for option, value in args.asked:
-        texts = _lines(value) if option == "--prompts-file" else [value]
-        found += [Asked(text, chat=option == "--chat") for text in texts]
-    if not found:
-        raise UsageError('nothing to do: give --chat "a message", --prompt "a text", or --prompts-file PATH')
-    return found
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot read --prompts-file {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"--prompts-file {path} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
-        ) from None
-    # Not str.splitlines, which also cuts at characters that a prompt may hold, such as U+2028.
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-    if not lines:
-        raise UsageError(f"--prompts-file {path} holds no prompt: it is empty, or blank lines")
-    return lines
-
-
-def _prompts(asked: Sequence[Asked], system: str | None, tokenizer: Tokenizer) -> list[Prompt]:
-    """Every text as tokens."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [
-        Prompt(one.text, tokenizer.encode_chat([*first, {"role": "user", "content": one.text}]), continues=False)
-        if one.chat
-        else Prompt(one.text, tokenizer.encode(one.text), continues=True)
-        for one in asked
-    ]
 
 
 def _room(prompts: list[Prompt], config: LlamaConfig, new_tokens: int, max_len: int | None) -> int:

@@ -127,11 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             plots.new_figure(1, 1)  # says now what is missing
         result = report(args)
-        if args.json == "-":
-            print(json.dumps(result, indent=2))
-        else:
+        if args.json != "-":
             print(render(result))
-        if args.json and args.json != "-":
+        if args.json:
             write_json(args.json, result)
         if args.plot:
             write_file(args.plot, plots.png(plots.draw_memory_wall(result)))
