@@ -9,6 +9,7 @@ every test what the mark is for one.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -23,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and so would the commands that they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "optimized: what this test compiles is compiled as users' programs are")
 
 
