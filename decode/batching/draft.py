@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decode.batching.jobs import Plan
+from decode.batching.packing import Packing
 from decode.batching.paged_cache import PagedCache, abstract_pages, page_specs
-from decode.batching.program import Packing
 from decode.batching.shapes import Shapes
 from decode.cache import KVCache, empty
 from decode.speculation.draft import DraftModel

@@ -17,9 +17,10 @@ import numpy as np
 
 from decode.batching.jobs import Job, Plan
 from decode.batching.options import EngineOptions, EngineStats
+from decode.batching.packing import Packing, StepVectors
 from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
-from decode.batching.program import SLOT_WORDS, Chosen, Packing, sampler_words
+from decode.batching.program import Chosen
 from decode.batching.request import MOST_TOP_LOGPROBS, EngineError, Event, Request, RequestError, Ticket
 from decode.batching.runner import Runner
 from decode.batching.scheduler import Scheduler
@@ -40,10 +41,12 @@ log = logging.getLogger(__name__)
 
 
 class _Sent(NamedTuple):
-    """A step on its way. host_s, host_wall_s: what sending it took, in CPU seconds and by the clock."""
+    """A step on its way. listed: a row asks for its likeliest tokens. host_s, host_wall_s: what sending it took, in CPU
+    seconds and by the clock."""
 
     plan: Plan
     chosen: Chosen
+    listed: bool
     at: float
     host_s: float
     host_wall_s: float
@@ -103,9 +106,7 @@ class Engine:
             deliver=self._deliver,
             speculation=self._speculation,
         )
-        self._tables = np.zeros((self.options.max_batch, self._runner.pages_each), np.int32)
-        self._in_table: dict[int, list[int]] = {}
-        self._sampler = np.zeros((self.options.max_batch, SLOT_WORDS), np.int32)  # by slot, of those that got a token
+        self._vectors = StepVectors(self.options.max_batch, self._runner.pages_each, self._runner.set_slot)
         self._jobs: dict[int, Job] = {}
         self._ids = itertools.count()
         self._changed = threading.Condition(threading.RLock())
@@ -280,7 +281,7 @@ class Engine:
                     break
                 self._changed.wait()
             if plan is not None:
-                vector = self._packed(plan)
+                vector, listed = self._vectors.of(plan)
                 draft_calls, draft_s = self._draft_calls(plan)
         if plan is not None:
             packed = time.perf_counter()
@@ -289,35 +290,14 @@ class Engine:
             chosen = self._runner.step(plan.R, plan.C, vector)
             now = time.perf_counter()
             busy_s = time.thread_time() - busy
-            self._sent.append(_Sent(plan, chosen, now, busy_s, now - began, now - packed, draft_s))
+            self._sent.append(_Sent(plan, chosen, listed, now, busy_s, now - began, now - packed, draft_s))
         if len(self._sent) == IN_FLIGHT or plan is None:
             self._read(self._sent.popleft())
         return True
 
-    def _packed(self, plan: Plan) -> np.ndarray:
-        """The plan as the step's vector, with the tables and slots of its jobs brought up to date."""
-        for piece in (*plan.rows, *plan.pieces):
-            if piece.proposal is None:  # else its job came just before
-                self._put_pages(piece.job)
-        for job, _ in plan.sampled:
-            if job.fresh:
-                # At the end of a prompt, or of what was computed again: from then on the step marks what it generates.
-                request, job.fresh = job.request, False
-                self._sampler[job.slot] = sampler_words(job)
-                if request.logit_bias or request.sampling.repetition_penalty != 1:
-                    self._runner.set_slot(job.slot, job.tokens, request.logit_bias)
-        packing = Packing(plan.R, plan.C, self._runner.pages_each)
-        return packing.pack(plan, self._sampler, self._tables, self._runner.max_batch)
-
-    def _put_pages(self, job: Job) -> None:
-        """A job's pages in its slot's row of the table; in most steps they are there already."""
-        if self._in_table.get(job.slot) != job.pages:
-            self._tables[job.slot, : len(job.pages)] = job.pages
-            self._in_table[job.slot] = list(job.pages)
-
     def _draft_calls(self, plan: Plan) -> tuple[list[Callable[[], None]], float]:
         """What the plan asks of a draft model, to be sent ahead of its step, and how long that takes. The tables are as
-        ``_packed`` left them."""
+        its own vector has them."""
         draft, runner = self._runner.draft, self._runner
         if draft is None or not (plan.fills or plan.proposals):
             return [], 0.0
@@ -326,11 +306,11 @@ class Engine:
         if plan.fills:
             _, size = runner.shapes.fit(1, sum(-(-piece.count // TILE) * TILE for piece in plan.fills))
             fills = Plan([], plan.fills, [], 0, size, 0)
-            vector = Packing(0, size, runner.pages_each).pack(fills, self._sampler, self._tables, 0)
+            vector = Packing(0, size, runner.pages_each).pack(fills, self._vectors.sampler, self._vectors.tables, 0)
             calls.append(functools.partial(runner.fill, size, vector))
         if plan.proposals:
             asking = draft.asking(len(plan.proposals))
-            vector = asking.pack(plan, self._tables, runner.max_batch)
+            vector = asking.pack(plan, self._vectors.tables, runner.max_batch)
             calls.append(functools.partial(runner.propose, asking.N, vector))
         return calls, draft.plan_seconds(plan, size)
 
@@ -338,11 +318,11 @@ class Engine:
         """Wait for a step's tokens, and hand them out."""
         asked = time.perf_counter()
         words = np.asarray(sent.chosen.words)[: len(sent.plan.sampled)]
-        wants = [job.request.top_logprobs for job, _ in sent.plan.sampled]
-        listed = np.asarray(sent.chosen.top)[: len(wants)] if any(wants) else None
+        listed = np.asarray(sent.chosen.top)[: len(words)] if sent.listed else None
         came, busy = time.perf_counter(), time.thread_time()
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(wants)
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(words)
         if listed is not None:
+            wants = [job.request.top_logprobs for job, _ in sent.plan.sampled]
             tops = [_pairs(row, count) for row, count in zip(listed, wants, strict=True)]
         with self._changed:
             if self._runner.draft is not None:

@@ -52,12 +52,13 @@ class Holdings:
         keep = -(-job.length // self.page_size)
         self.pool.release(job.pages[keep:])
         del job.pages[keep:]
+        job.tabled = min(job.tabled, keep)
 
     def leave(self, job: Job) -> None:
         """Take back all pages of a job. Full ones stay for later prompts as long as their room is not needed."""
         self.name(job)
         self.pool.release(job.pages)
-        job.pages, job.named = [], 0
+        job.pages, job.named, job.tabled = [], 0, 0
 
     def name(self, job: Job, coming: int = 0) -> None:
         """Tell the pool of pages that a job's computed positions fill, and the next ``coming``, as far as their tokens

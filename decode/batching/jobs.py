@@ -36,7 +36,7 @@ class Job:
     in_flight: tokens chosen by steps that were sent and not read yet. Their values are on the device alone.
     slot: its place in the batch, -1 while it waits.
     pages: those of positions 0.., in order; names: the content names of the full ones, as far as known; named: how
-        many of them the pool was told.
+        many of them the pool was told; tabled: how many of the pages are in its slot's block table.
     fresh: the device was not told yet what is kept for its slot.
     reused: positions of the prompt that came from the prefix cache at its first admission, None before.
     guess: what speculation knows of it; None where it does not speculate.
@@ -55,6 +55,7 @@ class Job:
     pages: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     named: int = 0
+    tabled: int = 0
     fresh: bool = True
     guess: Guess | None = None
     reused: int | None = None

@@ -1,49 +1,26 @@
 """The compiled step: decodes and pieces of prompts together, through the model and to the next tokens.
 
-Everything the host says about a step is one vector of int32, so that a step is one small transfer, and processes that
-follow another need nothing else. What only the device knows, each slot's newest token, stays there: the next step may
-be sent before anyone has read it.
+What the host says about a step is one vector: see ``decode.batching.packing``. What only the device knows, each slot's
+newest token, stays there: the next step may be sent before anyone has read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decode.batching.jobs import Job, Piece, Plan
-from decode.batching.paged_cache import TILE, PagedCache, page_specs
+from decode.batching.packing import Packing
+from decode.batching.paged_cache import PagedCache, page_specs
 from decode.batching.request import MOST_TOP_LOGPROBS
-from decode.batching.sampling import BIASED, LISTED, MIN_P, PENALISED, RANDOM, TOP_K, TOP_P, RowValues, sample_rows
+from decode.batching.sampling import PENALISED, RowValues, sample_rows
 from decode.cache import KVCache
-from decode.sampling import SamplingValues
 from decode.speculation.proposer import MOST_PROPOSALS
 from decode.step import SEEN, Programs, mark
-
-SLOT_WORDS = 8
-"""Numbers a slot that stay: asks, temperature, top_k, top_p, min_p, penalty, and a seed of two."""
-
-SAMPLER_WORDS = 3 + SLOT_WORDS
-"""Numbers a sampled row: place, slot, position, and those of its slot."""
-
-
-class Slots(NamedTuple):
-    """What the device keeps for each slot of the batch.
-
-    token: int32 [M], the newest token
-    seen: bool [M, V] split over the vocabulary, tokens already in the row, where it has a repetition penalty
-    bias: float32 [M, V] split likewise, the logit bias, where it has one
-    """
-
-    token: jax.Array
-    seen: jax.Array
-    bias: jax.Array
 
 
 class Chosen(NamedTuple):
@@ -52,91 +29,6 @@ class Chosen(NamedTuple):
 
     words: jax.Array
     top: jax.Array
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a step of R rows and C prompt tokens lies in its vector; P pages in a table."""
-
-    R: int
-    C: int
-    P: int
-
-    @property
-    def tokens(self) -> int:
-        return self.R + self.C
-
-    @property
-    def tables(self) -> int:
-        return self.R + self.C // TILE
-
-    @property
-    def size(self) -> int:
-        return 2 * self.tokens + SAMPLER_WORDS * self.R + self.tables * self.P
-
-    def parts(self, vector: Any) -> tuple[Any, Any, Any, Any]:
-        """Views: tokens (-1: the slot's newest; -2, -3...: its first proposal, its second...) and positions (-1:
-        padding) [R + C], sampler [words, R], tables."""
-        N, R = self.tokens, self.R
-        middle = 2 * N + SAMPLER_WORDS * R
-        sampler = vector[2 * N : middle].reshape(SAMPLER_WORDS, R)
-        return vector[:N], vector[N : 2 * N], sampler, vector[middle:].reshape(self.tables, self.P)
-
-    def pack(self, plan: Plan, sampler: np.ndarray, tables: np.ndarray, no_slot: int) -> np.ndarray:
-        """The vector of a plan. sampler: int32 [M, SLOT_WORDS], see ``sampler_words``; tables: int32 [M, P]; both by
-        slot."""
-        vector = np.zeros(self.size, np.int32)
-        tokens, positions, words, own_tables = self.parts(vector)
-        positions[:] = -1
-        words[1] = no_slot
-        rows = len(plan.rows)
-        if rows:  # whole columns at once: a row at a time takes NumPy as long as all of them
-            tokens[:rows] = [_fed(piece) for piece in plan.rows]
-            positions[:rows] = [piece.start for piece in plan.rows]
-            own_tables[:rows] = tables[[piece.job.slot for piece in plan.rows]]
-        places = list(range(rows))
-        at, tile = self.R, self.R
-        ending = {job for job, _ in plan.sampled} if plan.pieces else set()
-        for piece in plan.pieces:
-            end = piece.start + piece.count
-            tokens[at : at + piece.count] = piece.job.tokens[piece.start : end]
-            positions[at : at + piece.count] = range(piece.start, end)
-            if piece.job in ending:
-                places.append(at + piece.count - 1)
-            tiles = -(-piece.count // TILE)
-            own_tables[tile : tile + tiles] = tables[piece.job.slot]
-            at, tile = at + tiles * TILE, tile + tiles
-        if plan.sampled:
-            slots, positions = [job.slot for job, _ in plan.sampled], [position for _, position in plan.sampled]
-            words[:3, : len(slots)] = places, slots, positions
-            words[3:, : len(slots)] = sampler[slots].T
-        return vector
-
-
-def _fed(piece: Piece) -> int:
-    """The token of a row; -1 where only the device knows it, -2, -3... for a draft's proposals that only it knows."""
-    if piece.proposal is not None:
-        return piece.proposal
-    tokens = piece.job.tokens
-    return tokens[piece.start] if piece.start < len(tokens) else -1
-
-
-def sampler_words(job: Job) -> np.ndarray:
-    """A job's sampling parameters, int32 [SLOT_WORDS]: what it asks, and floats as their bits."""
-    params, request = job.request.sampling, job.request
-    form, values = params.form, SamplingValues.of(params)
-    asks = (
-        BIASED * bool(request.logit_bias)
-        | PENALISED * form.penalty
-        | RANDOM * form.random
-        | TOP_K * form.top_k
-        | TOP_P * form.top_p
-        | MIN_P * form.min_p
-        | LISTED * (request.top_logprobs > 0)
-    )
-    floats = np.array([values.temperature, values.top_p, values.min_p, values.penalty], np.float32).view(np.int32)
-    seed = np.asarray(values.seed, np.uint32).view(np.int32)
-    return np.array([asks, floats[0], values.top_k, *floats[1:], *seed], np.int32)
 
 
 def step(programs: Programs, shape: Packing) -> Any:

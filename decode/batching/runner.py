@@ -16,8 +16,9 @@ import numpy as np
 
 from decode.batching.draft import PagedDraft
 from decode.batching.options import EngineOptions
+from decode.batching.packing import Packing
 from decode.batching.paged_cache import abstract_pages
-from decode.batching.program import Chosen, Packing, set_slot, step
+from decode.batching.program import Chosen, set_slot, step
 from decode.batching.request import RequestError
 from decode.batching.shapes import Shapes
 from decode.cache import capacity, empty

@@ -108,20 +108,21 @@ class Scheduler(Batch):
             How many of its proposals stood.
         """
         self._on_their_way -= 1
-        if plan.proposals:
-            self._in_doubt = False
         drawn = zip(plan.sampled, tokens, logprobs, tops, strict=True)
         if plan.proposals:
+            self._in_doubt = False
             return sum(
                 self._took(job, plan.proposals.get(job, []), [one[1:] for one in own], now)
                 for job, own in itertools.groupby(drawn, key=lambda one: one[0][0])
             )
+        added = 0
         for (job, _), token, logprob, top in drawn:
             job.in_flight -= 1
             if not job.ended:  # else it stopped, or was cancelled, with this step on its way
-                self._add(job, token, logprob, top, now)
+                added += self._add(job, token, logprob, top, now)
                 if self.speculation is not None:
                     self.speculation.plain(job)
+        self.counts["generated_tokens"] += added
         return 0
 
     def _sent(self, rows: list[Piece], pieces: list[Piece]) -> list[tuple[Job, int]]:
@@ -132,12 +133,13 @@ class Scheduler(Batch):
             if piece.proposal is not None:
                 sampled.append((job, piece.start + 1))
                 continue
-            job.computed += piece.count
+            computed = job.computed = job.computed + piece.count
             length = len(job.tokens) + job.in_flight
-            if job.computed == length:
+            if computed == length:
                 sampled.append((job, length))
                 job.in_flight += 1
-            self.holdings.name(job)
+            if computed >= (job.named + 1) * self.page_size:
+                self.holdings.name(job)
         return sampled
 
     def _took(self, job: Job, proposals: list[int], drawn: list[tuple[int, float, Top]], now: float) -> int:
@@ -146,7 +148,7 @@ class Scheduler(Batch):
         job.in_flight -= 1
         if job.ended:
             return 0
-        token, accepted = -1, 0
+        token, accepted, added = -1, 0, 0
         for place, (following, logprob, top) in enumerate(drawn):
             if place:
                 if token != proposals[place - 1]:
@@ -154,9 +156,10 @@ class Scheduler(Batch):
                 job.computed += 1
                 accepted += 1
             token = following
-            self._add(job, token, logprob, top, now)
+            added += self._add(job, token, logprob, top, now)
             if job.ended:
                 break
+        self.counts["generated_tokens"] += added
         assert self.speculation is not None, "it proposed"
         if not proposals:
             self.speculation.plain(job)
@@ -170,18 +173,17 @@ class Scheduler(Batch):
         self.holdings.shrink(job)
         return accepted
 
-    def _add(self, job: Job, token: int, logprob: float, top: Top, now: float) -> None:
-        """A job's next token, which may end it."""
+    def _add(self, job: Job, token: int, logprob: float, top: Top, now: float) -> bool:
+        """A job's next token, which may end it. False where there is none: the numbers were no numbers."""
         if math.isnan(logprob):
             self.holdings.distrust(job)
             error = NumericsError("the model produced NaN or infinite logits for this request; check its prompt")
             self.fail(job, error, now)
-            return
+            return False
         job.tokens.append(token)
         job.last_at = now
         if job.first_at is None:
             job.first_at = now
-        self.counts["generated_tokens"] += 1
         reason: FinishReason | None = None
         if token in job.request.stop_token_ids:
             reason = "stop"
@@ -192,10 +194,13 @@ class Scheduler(Batch):
             self.deliver(job, event)
         else:
             self.finish(job, event)
+        return True
 
     def _decoding(self) -> list[Job]:
         """The running jobs whose next position can be computed now, oldest first."""
-        return [job for job in self.running if job.computed + 1 == job.length < job.end]
+        return [  # Job.length, but once a job and step its call is worth saving
+            job for job in self.running if job.computed + 1 == len(job.tokens) + job.in_flight < job.end
+        ]
 
     def _would_speculate(self) -> bool:
         """Whether it would pay to, going by the tokens that are known: then those on their way are waited for."""

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from decode.batching.packing import Packing
 from decode.batching.paged_cache import TILE, abstract_pages
-from decode.batching.program import Packing, step
+from decode.batching.program import step
 from decode.decoder import Decoder
 from decode.speculation.proposer import MOST_PROPOSALS
 from decode.step import SEEN, Programs

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from decode.batching.engine import IN_FLIGHT
 from decode.batching.jobs import Job, Plan
+from decode.batching.packing import Packing, StepVectors, sampler_words
+from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool, root
 from decode.batching.request import Event, RefusedError, Request, Ticket
 from decode.batching.scheduler import Scheduler
@@ -96,6 +98,8 @@ class Simulation:
         for rows, prompt in self.shapes.all():  # what the engine measures when it starts
             self.fit.saw(rows, prompt, 0, device.seconds(rows, prompt, 0))
         self.pool = PagePool(pages, keep=keep)
+        self.vectors = StepVectors(max_batch, pages, lambda slot, seen, bias: None)
+        self.newest: dict[int, int] = {}  # by slot, on the device
         targets = Targets(self.fit, self.shapes, ttft_s=ttft_s, tpot_s=tpot_s, max_batch=max_batch)
         self.scheduler = Scheduler(
             self.pool,
@@ -182,15 +186,29 @@ class Simulation:
         return list(tokens)
 
     def _compute(self, plan: Plan) -> None:
-        """Write a step's tokens to their pages, then read what each of its rows and pieces attends to."""
-        pieces = [*plan.rows, *plan.pieces]
-        for piece in pieces:
-            for at in range(piece.start, piece.start + piece.count):
-                token = self._known(piece.job, at)
-                if piece.proposal is not None:
-                    token = plan.proposals[piece.job][-2 - piece.proposal] if self.draft else piece.proposal
-                self.held[self._slot(piece.job, at)] = token
-        for piece in pieces:
+        """Write a step's tokens to their pages as its vector says, then read what each of its rows and pieces attends
+        to as the plan says."""
+        vector, listed = self.vectors.of(plan)
+        assert listed == any(job.request.top_logprobs for job, _ in plan.sampled)
+        packing = Packing(plan.R, plan.C, self.vectors.pages_each)
+        tokens, positions, sampler, tables = packing.parts(vector)
+        places, slots = sampler[:2]
+        for at, (token, position) in enumerate(zip(tokens.tolist(), positions.tolist(), strict=True)):
+            if position < 0:
+                continue
+            if token == -1:
+                token = self.newest[slots[at]]
+            elif token < -1:
+                token = plan.proposals[plan.rows[at].job][-2 - token]
+            page = tables[at if at < plan.R else plan.R + (at - plan.R) // TILE][position // self.page_size]
+            self.held[int(page), position % self.page_size] = token
+        for place, slot, (job, position) in zip(places, slots, plan.sampled, strict=False):
+            assert (slot, positions[place] + 1) == (job.slot, position)
+            self.newest[job.slot] = self._token(job, position)
+        assert sampler[2, : len(plan.sampled)].tolist() == [position for _, position in plan.sampled]
+        assert sampler[3:, : len(plan.sampled)].T.tolist() == [sampler_words(job).tolist() for job, _ in plan.sampled]
+        assert (slots[len(plan.sampled) :] == self.vectors.max_batch).all()
+        for piece in [*plan.rows, *plan.pieces]:
             end = piece.start + piece.count
             guesses = dict(enumerate(plan.proposals.get(piece.job, []), piece.job.computed))
             expected = [guesses.get(at, self._known(piece.job, at)) for at in range(end)]

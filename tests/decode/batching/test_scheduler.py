@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from decode.batching.request import RefusedError, Request
 from decode.batching.shapes import Shapes
+from decode.sampling import SamplingParams
 from roofline.step_time import StepTime
 from tests.decode.batching.simulated import STOP, Simulation
 
@@ -35,7 +36,13 @@ def test_random_company_changes_no_output_and_loses_no_page(
     live = []
     for _ in range(rng.randrange(1, 25)):
         prompt = rng.choice(prefixes) + [rng.randrange(2, 9) for _ in range(rng.randrange(0, 6))]
-        request = Request(prompt, min(rng.randrange(1, 12), 4 * pages - len(prompt)), stop_token_ids=(STOP,))
+        request = Request(
+            prompt,
+            min(rng.randrange(1, 12), 4 * pages - len(prompt)),
+            SamplingParams(temperature=rng.choice([0.0, 0.5]), seed=rng.randrange(100)),
+            stop_token_ids=(STOP,),
+            top_logprobs=rng.choice([0, 0, 0, 2]),
+        )
         live.append(simulation.submit(request, rng.randrange(1, 14), simulation.now))
         for _ in range(rng.randrange(3)):
             simulation.turn()
