@@ -11,6 +11,7 @@ namespace shardstream {
 
 constexpr int64_t kBlock = 8;       // weight rows worked on together, so that one load of x serves them all
 constexpr int64_t kPiece = 131072;  // bytes of weights a thread takes at a time
+constexpr int64_t kRounded = 16;    // rows of a piece are a multiple of it: of every block and tile there is
 
 // R rows of w [R, I] with M rows of x [M, I]: out[m * ldo + r]. Where `ahead` is set, the bytes `ahead` elements
 // further on are asked for: the next block, which the hardware's prefetcher finds too late in rows this short.
@@ -88,7 +89,7 @@ inline void Rows(const W* w, int64_t O, int64_t begin, int64_t end, const float*
 // enough rows, so that threads finish together.
 inline int64_t RowsPerPiece(int64_t rows, int64_t bytes) {
   const int64_t size = std::min(kPiece / std::max<int64_t>(bytes, 1), rows / 4);
-  return std::max(kBlock, size / kBlock * kBlock);
+  return std::max(kRounded, size / kRounded * kRounded);
 }
 
 }  // namespace shardstream

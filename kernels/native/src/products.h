@@ -12,6 +12,7 @@
 #include "norm.h"
 #include "operands.h"
 #include "quantized.h"
+#include "tiles.h"
 
 namespace shardstream {
 
@@ -148,6 +149,18 @@ struct Narrowed {
   }
 };
 
+#ifdef SHARDSTREAM_TILES
+template <int kBits, bool kGrouped>
+struct Tiled {
+  Quantized<kBits, kGrouped> w;
+  const TiledActivations& x;
+  int64_t M;
+
+  int64_t row_bytes() const { return w.row_bytes() + w.groups() * w.scales.width(); }
+  void Run(int64_t begin, int64_t end, float* out, int64_t ldo) const { Rows(w, begin, end, x, M, out, ldo); }
+};
+#endif
+
 inline Numbers AsNumbers(const ffi::AnyBuffer& buffer) {
   const auto type = buffer.element_type();
   return {type == ffi::DataType::F32   ? Numbers::Type::kFloat
@@ -161,6 +174,14 @@ void WithQuantized(ffi::ThreadPool& pool, const Operands& of, const Run& run) {
   const Numbers offsets = of.arrays > 2 ? AsNumbers(of.rest[2]) : Numbers{};
   const int64_t group = kGrouped ? of.group : std::max<int64_t>(1, of.I());
   const Quantized<kBits, kGrouped> w{Data<uint8_t>(of.rest[0]), AsNumbers(of.rest[1]), offsets, of.O(), of.I(), group};
+#ifdef SHARDSTREAM_TILES
+  if (of.M() >= kFewest && of.I() > 0 && MayTile()) {
+    TiledActivations x(of.M(), of.I());
+    ForRows(pool, of, [&](int64_t m, const float* row) { x.Set(m, row, of.I()); });
+    x.Arrange();
+    return run(Tiled<kBits, kGrouped>{w, x, of.M()});
+  }
+#endif
   Activations<kBits> x(of.M(), of.I(), w.groups(), offsets.data != nullptr);
   ForRows(pool, of, [&](int64_t m, const float* row) { x.Set(m, row, of.I(), group); });
   run(Narrowed<kBits, kGrouped>{w, x, of.M()});

@@ -42,9 +42,15 @@ template <int kBits>
 constexpr int kZero = kBits == 8 ? 128 : 8;
 
 inline uint32_t Largest(Words x) {
-  uint32_t lanes[kLanes];
-  std::memcpy(lanes, &x, sizeof x);
-  return *std::max_element(lanes, lanes + kLanes);
+  typedef uint32_t Eight __attribute__((vector_size(32), may_alias));
+  typedef uint32_t Four __attribute__((vector_size(16), may_alias));
+  Eight eight[2];
+  std::memcpy(eight, &x, sizeof x);
+  eight[0] = eight[0] > eight[1] ? eight[0] : eight[1];
+  Four four[2];
+  std::memcpy(four, eight, sizeof four);
+  four[0] = four[0] > four[1] ? four[0] : four[1];
+  return std::max(std::max(four[0][0], four[0][1]), std::max(four[0][2], four[0][3]));
 }
 
 // 32 floats to two bytes each, within -127 and 127, and the scale: a value is off by at most half a step of the second.

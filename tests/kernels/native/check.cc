@@ -921,7 +921,7 @@ void Shapes() {
   // Of 8 bits any number of columns goes; chunks are 64 of them, or 128 of 4 bits.
   for (const auto& [O, I] : std::vector<std::pair<int64_t, int64_t>>{
            {1, 1}, {9, 31}, {8, 32}, {17, 64}, {10, 65}, {8, 96}, {3, 128}, {9, 160}, {1, 576}, {3, 0}, {0, 32}}) {
-    for (const int64_t M : {0, 1, 2, 3, 5, 8}) {
+    for (const int64_t M : {0, 1, 2, 3, 5, 8, 17}) {
       const auto type = M % 3 == 0 ? kF16 : M % 3 == 1 ? kF32 : kBF16;
       for (const int32_t group : {0, 32, 64, 128}) {
         for (const int bits : {8, 4}) {
