@@ -73,12 +73,12 @@ struct TiledActivations {
   }
 
   void Arrange() {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const auto gather = [](void* to, __m512i index, const void* from) {
-      _mm512_store_si512(to, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), 0xffff, index, from, 1));
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const auto gather = [](void* to, Ints bytes, const void* from) {
+      _mm512_store_si512(to, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), 0xffff, (__m512i)bytes, from, 1));
     };
-    const auto apart = [&](int64_t size) { return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(size))); };
-    const __m512i by_byte = apart(2 * blocks * kScaled), by_float = apart(blocks * 4);
+    const auto apart = [&](int64_t size) { return lanes * static_cast<int>(size); };
+    const Ints by_byte = apart(2 * blocks * kScaled), by_float = apart(blocks * 4);
     for (int64_t tile = 0; tile * blocks < static_cast<int64_t>(values.size()); ++tile) {
       for (int64_t b = 0; b < blocks; ++b) {
         TiledBlock& block = values[tile * blocks + b];
@@ -186,8 +186,9 @@ inline void TileProduct(const int8_t* a, int64_t stride, const TiledBlock* x, in
     const float* own = scales + b * kTile;
 #pragma GCC unroll 16
     for (int64_t o = 0; o < kTile; ++o) {
-      const Ints coarse = *reinterpret_cast<const Ints*>(of[0][o]), rest = *reinterpret_cast<const Ints*>(of[1][o]);
-      const Floats value = __builtin_convertvector(coarse, Floats) * step + __builtin_convertvector(rest, Floats) * fine;
+      const Floats first = __builtin_convertvector(*reinterpret_cast<const Ints*>(of[0][o]), Floats);
+      const Floats second = __builtin_convertvector(*reinterpret_cast<const Ints*>(of[1][o]), Floats);
+      const Floats value = first * step + second * fine;
       totals[o] += kGrouped ? value * own[o] : value;
     }
   };
