@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-len",
         type=positive,
         metavar="N",
-        help="positions of a request, prompt and output (default: the model's, at most 8192)",
+        help="positions of a request, prompt and output (default: the model's, at most 8192, and what --pages hold)",
     )
     batch.add_argument(
         "--page-size",

@@ -74,6 +74,9 @@ class Runner:
         self.page_size = capacity(options.page_size, layout.kv_seq)
         self.pages_each = -(-self.max_len // self.page_size)
         self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable(draft))
+        # One request may fill the whole cache, and be no longer than that.
+        self.max_len = min(self.max_len, self.pages * self.page_size)
+        self.pages_each = min(self.pages_each, self.pages)
         if not 0 <= options.proposals <= MOST_PROPOSALS:
             raise SpeculationError(f"proposals is {options.proposals}; a step takes up to {MOST_PROPOSALS} a request")
         if options.proposals >= self.max_len:

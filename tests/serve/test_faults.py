@@ -396,12 +396,17 @@ def test_tokens_are_sent_at_once(live: Live) -> None:
     """Without Nagle's algorithm, which would hold a token until the client has acknowledged the one before."""
     import gc
 
-    with raw(live) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        connection.recv(1)
-        ours = connection.getsockname()
-        others = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one is not connection]
-        assert [delay for one in others if (delay := _no_delay(one, ours)) is not None] == [1]
+    live.engine.open.clear()  # so the connection is there as long as it takes to look at it
+    try:
+        with raw(live) as connection:
+            connection.sendall(request_bytes(LONG))
+            eventually(lambda: live.engine.stats().running == 1)
+            ours = connection.getsockname()
+            others = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one is not connection]
+            assert [delay for one in others if (delay := _no_delay(one, ours)) is not None] == [1]
+        eventually(lambda: live.engine.stats().running == 0)
+    finally:
+        live.engine.open.set()
 
 
 def _no_delay(one: socket.socket, peer: Any) -> int | None:
