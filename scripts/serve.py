@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
     service = Service(engine, tokenizer, args.served_name or args.model, api_keys=keys, limits=limits)
     try:
         if not asyncio.run(_serve(args, engine, service, held)):
-            _say(args, f"some requests were cut off: they took longer than --drain-timeout {args.drain_timeout:g}")
+            _say(args, f"some requests were cut off, after --drain-timeout {args.drain_timeout:g} or a second signal")
     finally:
         service.close()
         engine.close()

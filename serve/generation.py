@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
@@ -70,6 +71,11 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(error)
+
+    def fail(self, error: Exception) -> None:
+        """End what has not ended with this error, as if the engine had."""
+        for index in self._open:
+            self._events.put_nowait((index, Event(None, math.nan, (), "error", error, now())))
 
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """(index, what is new) of the tokens that came together, until the end of the last. Raises an event's error."""

@@ -18,6 +18,7 @@ from decode.batching.request import EngineError
 from model.checkpoint.resolve import open_model
 from model.tokenizer import Tokenizer
 from serve.limits import Limits
+from serve.server import bind
 from tests.scripts.tiny import write_tiny
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live import PATIENCE_S, Live, eventually, live_server
@@ -390,6 +391,33 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer: Tokenizer
         live.thread.join(PATIENCE_S)
         with pytest.raises(httpx.ConnectError):
             live.get("/health")
+
+
+def test_an_address_is_held_before_it_is_listened_at(tokenizer: Tokenizer) -> None:
+    """And given back at once: what lingers of a server's connections does not keep its successor out."""
+    with bind("127.0.0.1", 0) as held, pytest.raises(OSError, match="Address already in use"):
+        bind("127.0.0.1", held.getsockname()[1])
+    with serving(tokenizer) as live:
+        assert live.get("/health", headers={"Connection": "close"}).status_code == 200
+    bind("127.0.0.1", live.port).close()
+
+
+def test_what_outlasts_the_drain_is_told_so(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, step_s=0.002, drain_s=0.01) as live, raw(live) as stream, raw(live) as whole:
+        stream.sendall(request_bytes({**LONG, "stream": True}))
+        assert b"data: " in b"".join(iter(lambda: stream.recv(1), b"{"))
+        whole.sendall(request_bytes(LONG))
+        eventually(lambda: live.engine.stats().running == 2)
+        live.engine.open.clear()
+        live.stop()
+        head, _, body = read_all(whole).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        error = {"message": "this server is shutting down; ask another", "code": "engine_error"}
+        assert json.loads(body)["error"].items() >= error.items()
+        *_, last, done = [line for line in read_all(stream).decode().split("\r\n") if line.startswith("data: ")]
+        assert json.loads(last.removeprefix("data: "))["error"].items() >= error.items()
+        assert done.strip() == "data: [DONE]"
+        assert live.engine.stats().running == 0
 
 
 def test_tokens_are_sent_at_once(live: Live) -> None:
