@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from model.tokenizer import Tokenizer
 from serve.choice import Choice
 from serve.delivery import Delivery
-from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, of_validation
+from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, of_validation, shortened
 from serve.generation import EngineLike, Generation, now
 from serve.inbox import Inbox
 from serve.limits import Limits, read_json_body
@@ -186,7 +186,7 @@ class Service:
         if name != self.name:
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} does not exist here; this server has {self.name!r}",
+                f"the model {shortened(name, 80)!r} does not exist here; this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol
 
 from decode.batching.options import EngineOptions, EngineStats
-from decode.batching.request import EngineError, Event, RefusedError, Request, Ticket
+from decode.batching.request import EngineError, Event, RefusedError, Request, RequestError, Ticket
 from serve.choice import Choice, Delta
 from serve.inbox import Inbox
 from serve.metrics import Metrics
@@ -134,7 +134,8 @@ class Generation:
         if unfinished:
             refused = isinstance(error, RefusedError)
             gone = error is None or isinstance(error, asyncio.CancelledError | GeneratorExit | OSError | TimeoutError)
-            self._metrics.ended("refused" if refused else "cancelled" if gone else "failed", unfinished)
+            if not isinstance(error, RequestError):  # which never was one of ours
+                self._metrics.ended("refused" if refused else "cancelled" if gone else "failed", unfinished)
         self._open.clear()
 
 

@@ -83,6 +83,10 @@ def read_all(connection: socket.socket) -> bytes:
         (b'{"prompt": "a", "n": "1"}', "n: Input should be a valid integer", "invalid_value"),
         (b'{"prompt": "a", "n": 0}', "n: Input should be greater", "invalid_value"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater", "invalid_value"),
+        (b'{"prompt": "a", "max_tokens": %s}' % (b"9" * 4300), "max_tokens: Input should be less", "invalid_value"),
+        (b'{"prompt": ["a", "b"], "n": %s}' % (b"9" * 4300), "n: Input should be less", "invalid_value"),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs: Input should be less than or equal to 20", "invalid_value"),
+        (b'{"prompt": "a", "%s": 1}' % (b"9" * 4300), "unrecognized request argument", "unknown_parameter"),
         (b'{"prompt": "a", "stream": 1}', "stream: Input should be a valid boolean", "invalid_value"),
         (b'{"prompt": "a", "stop": [""]}', "stop: at most 16 strings", "invalid_value"),
         (b'{"prompt": "a", "stop": ["a", "b"], "seed": 99999999999999999999}', "seed: ", "invalid_value"),
@@ -147,6 +151,7 @@ def test_wrong_addresses(live: Live) -> None:
         (live.get("/v1/completions"), 405),
         (live.post("completions", content=b"{}", headers={"Content-Type": "text/plain"}), 415),
         (live.post("completions", content=b"{}"), 415),
+        (live.post("completions", json={"prompt": "a"}, headers={"Content-Encoding": "gzip"}), 415),
     ):
         assert response.status_code == status
         assert error_of(response)["type"] == "invalid_request_error"
