@@ -259,7 +259,12 @@ class Engine:
     def _fail_all(self, reason: str) -> None:
         with self._changed:
             for job in list(self._jobs.values()):
-                self._scheduler.fail(job, EngineError(reason), time.perf_counter())
+                error, now = EngineError(reason), time.perf_counter()
+                try:
+                    self._scheduler.fail(job, error, now)
+                except Exception:  # where the scheduler itself broke: whoever waits is told all the same
+                    job.ended = True
+                    self._deliver(job, Event(None, 0.0, (), "error", error, now))
             self._changed.notify_all()
 
     def _turn(self) -> bool:

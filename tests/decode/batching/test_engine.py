@@ -226,6 +226,22 @@ def test_a_dying_thread_ends_every_request_with_an_error_and_says_so() -> None:
     assert engine.stats().pages_used == 0
 
 
+def test_a_scheduler_that_broke_leaves_nobody_waiting() -> None:
+    engine = Engine(decoder(), OPTIONS)
+    engine.start()
+
+    def broken(*_: object) -> None:
+        raise KeyError("the accounts are wrong")
+
+    engine._scheduler.holdings.leave = broken  # type: ignore[method-assign]
+    tickets = [engine.submit(Request([1, 2], length)) for length in (3, 100, 100, 100, 100)]  # some run, some wait
+    for ticket in tickets:
+        with pytest.raises(EngineError, match="the engine died: KeyError"):
+            ticket.result()
+    assert not engine.healthy()
+    engine.close()
+
+
 def test_closing_ends_what_runs_and_draining_finishes_it() -> None:
     engine = Engine(decoder(), OPTIONS)
     engine.start()
