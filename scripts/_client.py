@@ -66,7 +66,7 @@ class Client:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # Servers close idle connections, many after 5 s: a request on one that is just closing would count as failed.
+            # Servers close idle connections, many after 5 s: a request on one that is closing would count as failed.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             read_bufsize=1 << 20,
