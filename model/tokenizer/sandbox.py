@@ -168,6 +168,8 @@ class _Joins(NodeTransformer):
 
 def _check_method(name: str, value: Any, given: tuple[Any, ...]) -> None:
     """Whether a method of a value, or a filter of that name, may run with what it is given."""
+    if name in ("format", "format_map"):
+        return  # the format was looked at, and its numbers are no widths
     if name == "translate":
         raise jinja2.TemplateRuntimeError("it called translate, which is not allowed")
     numbers = [abs(number) for number in given if isinstance(number, int)]

@@ -130,7 +130,9 @@ def test_making_texts_still_works() -> None:
     assert (
         render("{{ 'a' ~ 1 ~ [2] ~ missing }}|{{ 'ab' | center(6) }}|{{ 'a\nb' | indent(2) }}") == "a1[2]|  ab  |a\n  b"
     )
-    assert render("{{ '**%s** %5.1f' % ('x', 2) }}|{{ '{:>3}{a}'.format('x', a=1) }}") == "**x**   2.0|  x1"
+    assert render("{{ '**%s** %5.1f' % ('x', 2) }}|{{ '{:>3}{a}'.format('x', a=1700000000) }}") == (
+        "**x**   2.0|  x1700000000"
+    )
     assert render("{{ ['a', 'b'] | join(', ') }}|{{ '-'.join(['a', 'b']) }}|{{ 'aba' | replace('a', 'cc') }}") == (
         "a, b|a-b|ccbcc"
     )
