@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decode.batching.draft import PagedDraft
 from decode.batching.options import EngineOptions
@@ -27,6 +28,7 @@ from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
 from sharding.compiling import compile_lowered
+from sharding.layout import Layout
 from sharding.multihost import PEER_TIMEOUT_S
 
 LONGEST_DEFAULT = 8192
@@ -227,13 +229,25 @@ class Runner:
             )
 
     def _affordable(self, draft: DraftModel | None) -> int:
-        """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
+        """Pages that ``MEMORY_SHARE`` of the smallest device's memory holds, at least one request's."""
         layout = self.decoder.layout
-        device = layout.mesh.local_devices[0]
-        limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
+        devices = layout.mesh.local_devices
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if layout.platform != "cpu"]
+        limit = min((limit for limit in limits if limit is not None), default=None)
         if limit is None:
-            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
         decoders = (self.decoder, *([] if draft is None else [draft.decoder]))
         page = jax.tree.leaves([abstract_pages(decoder, 1, self.page_size) for decoder in decoders])
         page_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in page)
-        return max(self.pages_each, int(MEMORY_SHARE * limit) // page_bytes)
+        return max(self.pages_each, _least(layout, int(MEMORY_SHARE * limit) // page_bytes))
+
+
+def _least(layout: Layout, own: int) -> int:
+    """The least of what each process of the mesh gives: memory differs a little from host to host, and programs of
+    different shapes would wait for each other for ever."""
+    if layout.processes == 1:
+        return own
+    mesh = layout.mesh
+    everyones = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    numbers = jax.make_array_from_callback((mesh.size,), everyones, lambda index: np.full(1, own, np.int32))
+    return int(jax.jit(jnp.min, out_shardings=NamedSharding(mesh, PartitionSpec()))(numbers))
