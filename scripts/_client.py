@@ -66,7 +66,8 @@ class Client:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            # Servers close idle connections, many after 5 s: a request on one that is closing would count as failed.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             read_bufsize=1 << 20,
         )
@@ -107,8 +108,8 @@ class Client:
                     outcome.error = f"{response.status}: {_message(await response.text())}"
                     return outcome
                 await self._read(response, outcome, new_tokens)
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            outcome.error = _words_of(error)
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
+            outcome.status, outcome.error = "failed", _words_of(error)
         return outcome
 
     async def _read(self, response: aiohttp.ClientResponse, outcome: Outcome, new_tokens: int) -> None:
@@ -120,13 +121,14 @@ class Client:
                 outcome.status = "completed"
                 break
             found = json.loads(data)
-            if "error" in found:
+            if found.get("error") is not None:
                 outcome.error = f"in the stream: {_message(data)}"
                 return
             usage = found.get("usage")
             if usage:
-                outcome.tokens, outcome.counted_by = usage["completion_tokens"], "server"
-                outcome.prompt_tokens = usage.get("prompt_tokens")
+                outcome.tokens, outcome.counted_by = int(usage["completion_tokens"]), "server"
+                prompt_tokens = usage.get("prompt_tokens")
+                outcome.prompt_tokens = None if prompt_tokens is None else int(prompt_tokens)
             for choice in found.get("choices", ()):
                 if choice.get("text") or (choice.get("delta") or {}).get("content"):
                     outcome.arrivals.append(at)

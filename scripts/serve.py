@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-len",
         type=positive,
         metavar="N",
-        help="positions of a request, prompt and output (default: the model's, at most 8192)",
+        help="positions of a request, prompt and output (default: the model's, at most 8192, and what --pages hold)",
     )
     batch.add_argument(
         "--page-size",
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
     service = Service(engine, tokenizer, args.served_name or args.model, api_keys=keys, limits=limits)
     try:
         if not asyncio.run(_serve(args, engine, service, held)):
-            _say(args, f"some requests were cut off: they took longer than --drain-timeout {args.drain_timeout:g}")
+            _say(args, f"some requests were cut off, after --drain-timeout {args.drain_timeout:g} or a second signal")
     finally:
         service.close()
         engine.close()

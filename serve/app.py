@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from model.tokenizer import Tokenizer
 from serve.choice import Choice
 from serve.delivery import Delivery
-from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, of_validation
+from serve.errors import RATE_LIMIT, SERVER, ApiError, internal, of_validation, shortened
 from serve.generation import EngineLike, Generation, now
 from serve.inbox import Inbox
 from serve.limits import Limits, read_json_body
@@ -58,6 +58,7 @@ class Service:
         self._api_keys = [key.encode() for key in api_keys]
         self._created = int(time.time())
         self._inbox = Inbox()
+        self._deliveries: set[Delivery] = set()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="tokenizer")
         self._planner = Planner(tokenizer, engine.max_len, engine.vocab_size, self.limits, self._threads)
 
@@ -80,6 +81,11 @@ class Service:
             ).response(),
         }
         return Starlette(routes=routes, exception_handlers=handlers)
+
+    def cut_off(self) -> None:
+        """End every answer that is still being made with an error."""
+        for delivery in list(self._deliveries):
+            delivery.cut_off()
 
     def close(self) -> None:
         """Let go of the tokenizer's threads."""
@@ -139,7 +145,9 @@ class Service:
             choices = [Choice(self.tokenizer, plan.stop, continuation=plan.continuation) for _ in plan.requests]
             return Generation(self.engine, self.metrics, self._inbox, plan.requests, choices, began)
 
-        return Delivery(generation, reply, self.limits, stream=asked.stream, include_usage=include_usage)
+        return Delivery(
+            generation, reply, self.limits, self._deliveries, stream=asked.stream, include_usage=include_usage
+        )
 
     def check_open(self) -> None:
         """Raises ApiError (503, 429) where no request is taken now."""
@@ -178,7 +186,7 @@ class Service:
         if name != self.name:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; this server has {self.name!r}",
+                f"the model {shortened(name, 80)!r} does not exist here; this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )

@@ -37,15 +37,29 @@ class Delivery(Response):
     error after that is an event of its own, as OpenAI's clients expect.
 
     generation: makes the generation; called when sending begins.
+    others: holds this one while it is being sent.
     include_usage: end a stream with a chunk that counts its tokens.
     """
 
     def __init__(
-        self, generation: Callable[[], Generation], reply: Reply, limits: Limits, *, stream: bool, include_usage: bool
+        self,
+        generation: Callable[[], Generation],
+        reply: Reply,
+        limits: Limits,
+        others: set[Delivery],
+        *,
+        stream: bool,
+        include_usage: bool,
     ) -> None:
         super().__init__()
-        self._generation, self._reply, self._limits = generation, reply, limits
+        self._generation, self._reply, self._limits, self._others = generation, reply, limits, others
         self._stream, self._include_usage = stream, include_usage
+        self._running: Generation | None = None
+
+    def cut_off(self) -> None:
+        """End it with an error that the client is told, in a stream, too."""
+        if self._running is not None:
+            self._running.fail(EngineError("this server is shutting down; ask another"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         since: float | None = None  # when the part was sent that the client has not taken yet
@@ -59,6 +73,7 @@ class Delivery(Response):
         work = asyncio.create_task(self._run(scope, receive, watched))
         gone = asyncio.create_task(_disconnected(receive))
         patience = self._limits.send_s
+        self._others.add(self)
         try:
             # Looking up now and then is cheaper than a timer for each token.
             while not (await asyncio.wait((work, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -66,6 +81,7 @@ class Delivery(Response):
                     log.warning("a client took nothing for %g s; its request was ended", patience)
                     break
         finally:
+            self._others.discard(self)
             gone.cancel()
             if not work.done():
                 work.cancel()
@@ -75,6 +91,7 @@ class Delivery(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._generation() as generation:
+                self._running = generation
                 if self._stream:
                     await self._send_stream(generation, send)
                 else:

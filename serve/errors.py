@@ -9,6 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+MOST_CHARACTERS = 480
+"""Of a message, most of which may be what the client sent: it is not to get all of that back."""
+
 INVALID, SERVER, RATE_LIMIT = "invalid_request_error", "server_error", "rate_limit_error"
 
 
@@ -35,7 +38,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.kind, self.code = status, kind, code
+        self.message, self.param = shortened(message, MOST_CHARACTERS), None if param is None else shortened(param, 80)
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
@@ -72,6 +76,10 @@ def of_validation(error: ValidationError) -> ApiError:
         return invalid(f"missing required parameter: {path}", path, "missing_required_parameter")
     # A field of several forms ("text or list of texts") has an error for each form, and the path names the form.
     forms = list(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in found if one["loc"][0] == param))
-    given = repr(first["input"])
-    given = given if len(given) <= 80 else f"{given[:77]}..."
+    given = shortened(repr(first["input"]), 80)
     return invalid(f"{param}: {', or: '.join(forms)} (given: {given})", param, "invalid_value")
+
+
+def shortened(text: str, most: int) -> str:
+    """A text, or its beginning and an ellipsis: ``most`` characters in all."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

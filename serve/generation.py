@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
 from decode.batching.options import EngineOptions, EngineStats
-from decode.batching.request import EngineError, Event, RefusedError, Request, Ticket
+from decode.batching.request import EngineError, Event, RefusedError, Request, RequestError, Ticket
 from serve.choice import Choice, Delta
 from serve.inbox import Inbox
 from serve.metrics import Metrics
@@ -71,6 +72,11 @@ class Generation:
     ) -> None:
         self._end(error)
 
+    def fail(self, error: Exception) -> None:
+        """End what has not ended with this error, as if the engine had."""
+        for index in self._open:
+            self._events.put_nowait((index, Event(None, math.nan, (), "error", error, now())))
+
     async def deltas(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """(index, what is new) of the tokens that came together, until the end of the last. Raises an event's error."""
         while self._open:
@@ -128,7 +134,8 @@ class Generation:
         if unfinished:
             refused = isinstance(error, RefusedError)
             gone = error is None or isinstance(error, asyncio.CancelledError | GeneratorExit | OSError | TimeoutError)
-            self._metrics.ended("refused" if refused else "cancelled" if gone else "failed", unfinished)
+            if not isinstance(error, RequestError):  # which never was one of ours
+                self._metrics.ended("refused" if refused else "cancelled" if gone else "failed", unfinished)
         self._open.clear()
 
 

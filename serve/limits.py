@@ -35,6 +35,8 @@ async def read_json_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"the content type is {kind or 'missing'}; send application/json", code="unsupported_type")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise ApiError(415, f"the content encoding is {coding}; send plain JSON", code="unsupported_encoding")
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limits.body_bytes:
         raise _too_large(limits)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from decode.batching.request import MOST_TOP_LOGPROBS
 from serve.errors import invalid
 
 MAX_STOPS = 16
@@ -71,6 +72,8 @@ class StreamOptions(_Strict):
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Listed = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
 class GenerationRequest(_Strict):
@@ -79,15 +82,15 @@ class GenerationRequest(_Strict):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    n: Count = 1
+    max_tokens: Count | None = None
     stop: str | list[str] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     temperature: Finite = 1.0
     top_p: Finite = 1.0
     logit_bias: dict[str, Bias] = Field(default_factory=dict)
     # Beyond OpenAI's, as vLLM names them.
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: Finite = 0.0
     repetition_penalty: Finite = 1.0
     ignore_eos: bool = False
@@ -131,7 +134,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Listed | None = None
 
 
 class ContentPart(_Strict):
@@ -160,9 +163,9 @@ class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Listed | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from serve.app import Service
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 5
 """How long connections that are still open after the drain may take to close."""
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle between two requests: longer than clients and proxies keep theirs (nginx 60 s,
+httpx 5), for one that both ends give up together loses the request that was just sent on it."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -24,12 +28,23 @@ def bind(host: str, port: int) -> socket.socket:
     # before to be acknowledged.
     held = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
+        try:
+            held.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Connections of a server that was here before may linger. This option is for them, and only for them: two
+            # that have it can both hold an address until one of them listens.
+            _reuse(held)
+            held.bind((host, port))
     except OSError as error:
         held.close()
         raise OSError(f"cannot listen at {host} port {port}: {error.strerror or error}") from None
     return held
+
+
+def _reuse(held: socket.socket) -> None:
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 class _Server(uvicorn.Server):
@@ -62,6 +77,7 @@ async def serve(
         access_log=False,
         lifespan="off",
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=64 << 10,
     )
@@ -77,12 +93,14 @@ async def serve(
         while not server.started and not running.done():
             await asyncio.sleep(0.01)
         if server.started:
+            _reuse(held)  # its connections take this on, and do not keep the next server from the address
             on_listening()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         service.draining = True
         answered = await _drained(service, drain_s, hurry)
+        service.cut_off()
         server.should_exit = True
         await running
     return answered

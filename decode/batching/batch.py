@@ -69,6 +69,8 @@ class Batch:
         """End a job now. A step in flight may still write to its pages: whoever gets them writes later."""
         if not job.ended:
             self.counts["cancelled"] += 1
+            if count := len(job.tokens) - job.prompt_len:
+                self.targets.finished(count)  # a stop string or an impatient reader makes room, too
             self._end(job, Event(None, 0.0, (), "cancelled", None, now))
 
     def fail(self, job: Job, error: Exception, now: float) -> None:
@@ -78,8 +80,15 @@ class Batch:
             self._end(job, Event(None, 0.0, (), "error", error, now))
 
     def refuse_late(self, now: float) -> None:
-        """End the waiting jobs whose first token can no longer come in time."""
-        for job in [job for job in self.waiting if self.targets.late(job, now)]:
+        """End the waiting jobs whose first token can no longer come in time.
+
+        Where none runs, the first may try as long as there is time left: it keeps nobody waiting, and what steps take
+        is only learned from steps. A prediction that is far too high would refuse all requests for ever.
+        """
+        late = [job for job in self.waiting if self.targets.late(job, now)]
+        if late and not self.running and now < late[0].arrived + (self.targets.ttft_s or 0.0):
+            del late[0]
+        for job in late:
             self.counts["refused"] += 1
             waited = now - job.arrived
             error = RefusedError(

@@ -172,12 +172,6 @@ class Engine:
                 f"the prompt of {number_of(len(prompt), 'token')} and {new} new ones make {len(prompt) + new} "
                 f"positions; a request has room for {self.max_len}: shorten the prompt or ask for fewer"
             )
-        page, pages = self._runner.page_size, self._runner.pages
-        if (need := -(-(len(prompt) + new) // page)) > pages:
-            raise RequestError(
-                f"the prompt of {number_of(len(prompt), 'token')} and {new} new ones take {need} pages of {page} "
-                f"positions, and the cache has {pages}: shorten the prompt, ask for fewer, or start with more pages"
-            )
         for token, value in request.logit_bias.items():
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"logit_bias has token id {token}; ids run from 0 to {self.vocab_size - 1}")
@@ -266,7 +260,12 @@ class Engine:
     def _fail_all(self, reason: str) -> None:
         with self._changed:
             for job in list(self._jobs.values()):
-                self._scheduler.fail(job, EngineError(reason), time.perf_counter())
+                error, now = EngineError(reason), time.perf_counter()
+                try:
+                    self._scheduler.fail(job, error, now)
+                except Exception:  # where the scheduler itself broke: whoever waits is told all the same
+                    job.ended = True
+                    self._deliver(job, Event(None, 0.0, (), "error", error, now))
             self._changed.notify_all()
 
     def _turn(self) -> bool:

@@ -10,7 +10,8 @@ class EngineOptions:
     """How much an engine takes on at once.
 
     max_batch: requests that run together at most.
-    max_len: positions of a request at most, prompt and output; None: what the model was made for, at most 8192.
+    max_len: positions of a request at most, prompt and output; None: what the model was made for, at most 8192. Never
+        more than all ``pages`` hold.
     page_size: positions of a cache page; rounded up to 16, 32, 64..., and to a multiple of ``kv_seq``.
     pages: pages of the cache; None: as many as hold ``max_batch`` requests of ``max_len``, within 1/4 of memory.
     token_budget: prompt tokens that a step takes beside its decodes, at most; None: 256, and 64 on CPU, which a few

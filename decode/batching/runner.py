@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decode.batching.draft import PagedDraft
 from decode.batching.options import EngineOptions
@@ -28,6 +29,7 @@ from decode.speculation.proposer import MOST_PROPOSALS, SpeculationError
 from decode.step import SEEN
 from sharding.broadcast import Announcer, messages
 from sharding.compiling import compile_lowered
+from sharding.layout import Layout
 from sharding.multihost import PEER_TIMEOUT_S
 
 LONGEST_DEFAULT = 8192
@@ -75,6 +77,9 @@ class Runner:
         self.page_size = capacity(options.page_size, layout.kv_seq)
         self.pages_each = -(-self.max_len // self.page_size)
         self.pages = options.pages or min(options.max_batch * self.pages_each, self._affordable(draft))
+        # One request may fill the whole cache, and be no longer than that.
+        self.max_len = min(self.max_len, self.pages * self.page_size)
+        self.pages_each = min(self.pages_each, self.pages)
         if not 0 <= options.proposals <= MOST_PROPOSALS:
             raise SpeculationError(f"proposals is {options.proposals}; a step takes up to {MOST_PROPOSALS} a request")
         if options.proposals >= self.max_len:
@@ -225,13 +230,25 @@ class Runner:
             )
 
     def _affordable(self, draft: DraftModel | None) -> int:
-        """Pages that ``MEMORY_SHARE`` of a device's memory holds, at least one request's."""
+        """Pages that ``MEMORY_SHARE`` of the smallest device's memory holds, at least one request's."""
         layout = self.decoder.layout
-        device = layout.mesh.local_devices[0]
-        limit = (device.memory_stats() or {}).get("bytes_limit") if layout.platform != "cpu" else None
+        devices = layout.mesh.local_devices
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if layout.platform != "cpu"]
+        limit = min((limit for limit in limits if limit is not None), default=None)
         if limit is None:
-            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(layout.mesh.local_devices)
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
         decoders = (self.decoder, *([] if draft is None else [draft.decoder]))
         page = jax.tree.leaves([abstract_pages(decoder, 1, self.page_size) for decoder in decoders])
         page_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in page)
-        return max(self.pages_each, int(MEMORY_SHARE * limit) // page_bytes)
+        return max(self.pages_each, _least(layout, int(MEMORY_SHARE * limit) // page_bytes))
+
+
+def _least(layout: Layout, own: int) -> int:
+    """The least of what each process of the mesh gives: memory differs a little from host to host, and programs of
+    different shapes would wait for each other for ever."""
+    if layout.processes == 1:
+        return own
+    mesh = layout.mesh
+    everyones = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    numbers = jax.make_array_from_callback((mesh.size,), everyones, lambda index: np.full(1, own, np.int32))
+    return int(jax.jit(jnp.min, out_shardings=NamedSharding(mesh, PartitionSpec()))(numbers))

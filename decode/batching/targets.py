@@ -35,11 +35,11 @@ class Targets:
     def __init__(self, fit: StepTimeFit, shapes: Shapes, *, ttft_s: float | None, tpot_s: float | None, max_batch: int):
         self.fit, self.shapes, self.max_batch = fit, shapes, max_batch
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
-        self._output: float | None = None  # average tokens of a finished request
+        self._output: float | None = None  # average tokens of a request when it leaves
         self._prompt: float | None = None  # average prompt tokens computed for an admitted one
 
     def finished(self, tokens: int) -> None:
-        """Learn from a request that ended by itself."""
+        """Learn from a request that ran and makes room now: how long such stay."""
         self._output = tokens if self._output is None else self._output + LEARNING * (tokens - self._output)
 
     def admitted(self, prompt_tokens: int) -> None:

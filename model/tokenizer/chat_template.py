@@ -1,9 +1,7 @@
 """Renders a model's chat template, a jinja2 program that comes with the model.
 
 The environment is what templates are written for: Hugging Face's, with its helpers and block trimming.
-Templates are programs from elsewhere, so they run in jinja2's immutable sandbox, and the ways to fill memory
-(a huge repetition, power or output) or to run without end (loops in loops, macros that call themselves) are
-refused.
+Templates are programs from elsewhere, so they run in a sandbox that also bounds what they make and for how long.
 """
 
 import json
@@ -15,14 +13,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from model.tokenizer.errors import TokenizerError
-
-MAX_CHARACTERS = 1 << 24  # of a rendered chat, and of a repeated string
-MAX_EXPONENT = 1000
-MAX_TURNS = 250_000  # of loops, and calls, in one rendering
-_TURNS = "turns so far"  # the name of a variable and a filter that no template can write
+from model.tokenizer.sandbox import MAX_CHARACTERS, Sandbox
 
 
 class ChatTemplate:
@@ -31,8 +24,8 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self.source = source
         try:
-            environment = _make_environment()
-            self._template = environment.from_string(_counted(environment.parse(source)))
+            self._environment = _make_environment()
+            self._template = self._environment.from_string(self._environment.counted(self._environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
 
@@ -59,8 +52,8 @@ class ChatTemplate:
             **variables,
             "messages": _check_messages(messages),
             "add_generation_prompt": add_generation_prompt,
-            _TURNS: [0],
         }
+        self._environment.renew()
         parts, length = [], 0
         try:
             for part in self._template.generate(context):
@@ -87,47 +80,6 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return checked
 
 
-def _counted(template: jinja2.nodes.Template) -> jinja2.nodes.Template:
-    """Every turn of every loop counts: where a loop has a condition, ahead of it, else at the start of its body."""
-    for loop in list(template.find_all(jinja2.nodes.For)):
-        turn = jinja2.nodes.Filter(jinja2.nodes.Const(True), _TURNS, [], [], None, None, lineno=loop.lineno)
-        if loop.test is None:
-            loop.body.insert(0, jinja2.nodes.ExprStmt(turn, lineno=loop.lineno))
-        else:
-            loop.test = jinja2.nodes.And(turn, loop.test, lineno=loop.lineno)
-    return template
-
-
-@jinja2.pass_context
-def _turn(context: jinja2.runtime.Context, value: bool) -> bool:
-    turns = context[_TURNS]
-    turns[0] += 1
-    if turns[0] > MAX_TURNS:
-        raise jinja2.TemplateRuntimeError(f"it ran through more than {MAX_TURNS} turns of loops and calls")
-    return value
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what `*` and `**` may make, and on how many calls are made."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for value, times in ((left, right), (right, left)):
-                repeats = isinstance(value, str | list | tuple) and isinstance(times, int)
-                if repeats and len(value) * times > MAX_CHARACTERS:
-                    raise jinja2.TemplateRuntimeError(f"it repeated a value to over {MAX_CHARACTERS} items")
-        elif isinstance(right, int | float) and abs(right) > MAX_EXPONENT:
-            raise jinja2.TemplateRuntimeError(f"it took a power above {MAX_EXPONENT}")
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """As the sandbox's, whose names keep those of a template's own arguments free."""
-        _turn(__context, True)
-        return super().call(__context, __obj, *args, **kwargs)
-
-
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's words for training; in rendering its body stands as it is."""
 
@@ -138,15 +90,15 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _make_environment() -> _Environment:
-    environment = _Environment(
+def _make_environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     # jinja2's own filter escapes HTML, which no model was trained on.
     environment.filters["tojson"] = _to_json
-    environment.filters[_TURNS] = _turn
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.bound_filters()
     return environment
 
 

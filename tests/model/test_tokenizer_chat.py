@@ -60,6 +60,9 @@ def test_template_refusal_is_passed_on() -> None:
         render("{{ raise_exception('roles must alternate') }}")
 
 
+DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -72,6 +75,30 @@ def test_template_refusal_is_passed_on() -> None:
         ("{{ 'a' * 100000000 }}", "repeated a value to over 16777216"),
         ("{{ 100000000 * [1] }}", "repeated a value"),
         ("{{ 2 ** 100000 }}", "power above 1000"),
+        ("{{ (10 ** 1000) ** 1000 }}", "a number of more than 65536 bits"),
+        (DOUBLED % "'a'" + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "made a value of more than 16777216"),
+        (DOUBLED % "'a'" + "{% set ns.x = ns.x + ns.x %}{% endfor %}", "made a value of more than 16777216"),
+        (DOUBLED % "[1]" + "{% set ns.x = ns.x + ns.x %}{% endfor %}", "made a value of more than 16777216"),
+        (DOUBLED % "[1]" + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}", "wrote out a value of more"),
+        (DOUBLED % "[1]" + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", "wrote out a value of more"),
+        (
+            "{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = ns.x + ['a' * 9999999] %}{% endfor %}",
+            "made more than 268435456 characters in all",
+        ),
+        ("{{ 'a' | center(9000000000) }}", "gave center the number"),
+        ("{{ 'a'.ljust(9000000000) }}", "gave ljust the number"),
+        ("{{ ['a'] | map('center', 9000000000) | list }}", "gave map the number"),
+        ("{{ 'a\nb' | indent(9000000000) }}", "gave indent the number"),
+        ("{{ '%9000000000d' % 3 }}", "a field of a width"),
+        ("{{ '%*d' % (9000000000, 3) }}", "a field of a width"),
+        ("{{ '%9000000000d' | format(3) }}", "a field of a width"),
+        ("{{ '{:>9000000000}'.format('a') }}", "a field of a width"),
+        ("{{ '{:>{}}'.format('a', 9000000000) }}", "a field of a width"),
+        ("{% set a = 'a' * 9999 %}{{ a.replace('a', a) }}", "made a value of more than 16777216"),
+        ("{% set a = 'a' * 9999 %}{{ a | replace('a', a) }}", "made a value of more than 16777216"),
+        ("{% set a = 'a' * 9999 %}{{ a.join(a) }}", "made a value of more than 16777216"),
+        ("{% set a = 'a' * 9999 %}{{ a | list | join(a) }}", "made a value of more than 16777216"),
+        ("{% set a = 'a' * 9999 %}{{ ([a] * 9999) | join }}", "made a value of more than 16777216"),
         ("{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", "wrote more than 16777216 characters"),
         ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 250000 turns"),
@@ -97,6 +124,25 @@ def test_loops_still_work() -> None:
 
 def test_arithmetic_still_works() -> None:
     assert render("{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ [1] * 2 }}") == "12 --- 1024 [1, 1]"
+
+
+def test_making_texts_still_works() -> None:
+    assert (
+        render("{{ 'a' ~ 1 ~ [2] ~ missing }}|{{ 'ab' | center(6) }}|{{ 'a\nb' | indent(2) }}") == "a1[2]|  ab  |a\n  b"
+    )
+    assert render("{{ '**%s** %5.1f' % ('x', 2) }}|{{ '{:>3}{a}'.format('x', a=1700000000) }}") == (
+        "**x**   2.0|  x1700000000"
+    )
+    assert render("{{ ['a', 'b'] | join(', ') }}|{{ '-'.join(['a', 'b']) }}|{{ 'aba' | replace('a', 'cc') }}") == (
+        "a, b|a-b|ccbcc"
+    )
+    assert (
+        render("{{ {'a': [1, {'b': none}]} | tojson(indent=2) }}")
+        == '{\n  "a": [\n    1,\n    {\n      "b": null\n    }\n  ]\n}'
+    )
+    assert render(
+        "{{ messages | map(attribute='role') | list }} {{ 1700000000 | string }} {{ x | default(9999999) }}"
+    ) == ("['user'] 1700000000 9999999")
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,9 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (b'HTTP/1.1 200 OK\r\nContent-Length: 28\r\n\r\ndata: {"error": {"message":1', "JSONDecodeError"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 38\r\n\r\ndata: {"error": {"message": "broken"}}', "stream: broken"),
         (b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\noops", "500: oops"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: [1]\n\n", "AttributeError"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": ["a"]}\n\n', "AttributeError"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"usage": {"completion_tokens": "a"}}\n\n', "ValueError"),
         (b"", "ServerDisconnectedError"),
     ],
 )  # fmt: skip

@@ -43,7 +43,9 @@ class Live:
 
 
 @contextmanager
-def live_server(engine: EngineLike, tokenizer: Tokenizer, **options: Any) -> Iterator[Live]:
+def live_server(
+    engine: EngineLike, tokenizer: Tokenizer, *, drain_s: float = PATIENCE_S, **options: Any
+) -> Iterator[Live]:
     """options: those of ``Service``."""
     service = Service(engine, tokenizer, NAME, **options)
     held = bind("127.0.0.1", 0)
@@ -56,7 +58,7 @@ def live_server(engine: EngineLike, tokenizer: Tokenizer, **options: Any) -> Ite
         nonlocal stop
         event, loop = asyncio.Event(), asyncio.get_running_loop()
         stop = lambda: loop.call_soon_threadsafe(event.set)  # noqa: E731
-        outcome.append(await serve(service, held, drain_s=PATIENCE_S, on_listening=listening.set, stop=event))
+        outcome.append(await serve(service, held, drain_s=drain_s, on_listening=listening.set, stop=event))
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()

@@ -18,6 +18,7 @@ from decode.batching.request import EngineError
 from model.checkpoint.resolve import open_model
 from model.tokenizer import Tokenizer
 from serve.limits import Limits
+from serve.server import bind
 from tests.scripts.tiny import write_tiny
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live import PATIENCE_S, Live, eventually, live_server
@@ -82,6 +83,10 @@ def read_all(connection: socket.socket) -> bytes:
         (b'{"prompt": "a", "n": "1"}', "n: Input should be a valid integer", "invalid_value"),
         (b'{"prompt": "a", "n": 0}', "n: Input should be greater", "invalid_value"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater", "invalid_value"),
+        (b'{"prompt": "a", "max_tokens": %s}' % (b"9" * 4300), "max_tokens: Input should be less", "invalid_value"),
+        (b'{"prompt": ["a", "b"], "n": %s}' % (b"9" * 4300), "n: Input should be less", "invalid_value"),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs: Input should be less than or equal to 20", "invalid_value"),
+        (b'{"prompt": "a", "%s": 1}' % (b"9" * 4300), "unrecognized request argument", "unknown_parameter"),
         (b'{"prompt": "a", "stream": 1}', "stream: Input should be a valid boolean", "invalid_value"),
         (b'{"prompt": "a", "stop": [""]}', "stop: at most 16 strings", "invalid_value"),
         (b'{"prompt": "a", "stop": ["a", "b"], "seed": 99999999999999999999}', "seed: ", "invalid_value"),
@@ -146,6 +151,7 @@ def test_wrong_addresses(live: Live) -> None:
         (live.get("/v1/completions"), 405),
         (live.post("completions", content=b"{}", headers={"Content-Type": "text/plain"}), 415),
         (live.post("completions", content=b"{}"), 415),
+        (live.post("completions", json={"prompt": "a"}, headers={"Content-Encoding": "gzip"}), 415),
     ):
         assert response.status_code == status
         assert error_of(response)["type"] == "invalid_request_error"
@@ -392,16 +398,48 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tokenizer: Tokenizer
             live.get("/health")
 
 
+def test_an_address_is_held_before_it_is_listened_at(tokenizer: Tokenizer) -> None:
+    """And given back at once: what lingers of a server's connections does not keep its successor out."""
+    with bind("127.0.0.1", 0) as held, pytest.raises(OSError, match="Address already in use"):
+        bind("127.0.0.1", held.getsockname()[1])
+    with serving(tokenizer) as live:
+        assert live.get("/health", headers={"Connection": "close"}).status_code == 200
+    bind("127.0.0.1", live.port).close()
+
+
+def test_what_outlasts_the_drain_is_told_so(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, step_s=0.002, drain_s=0.01) as live, raw(live) as stream, raw(live) as whole:
+        stream.sendall(request_bytes({**LONG, "stream": True}))
+        assert b"data: " in b"".join(iter(lambda: stream.recv(1), b"{"))
+        whole.sendall(request_bytes(LONG))
+        eventually(lambda: live.engine.stats().running == 2)
+        live.engine.open.clear()
+        live.stop()
+        head, _, body = read_all(whole).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        error = {"message": "this server is shutting down; ask another", "code": "engine_error"}
+        assert json.loads(body)["error"].items() >= error.items()
+        *_, last, done = [line for line in read_all(stream).decode().split("\r\n") if line.startswith("data: ")]
+        assert json.loads(last.removeprefix("data: "))["error"].items() >= error.items()
+        assert done.strip() == "data: [DONE]"
+        assert live.engine.stats().running == 0
+
+
 def test_tokens_are_sent_at_once(live: Live) -> None:
     """Without Nagle's algorithm, which would hold a token until the client has acknowledged the one before."""
     import gc
 
-    with raw(live) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        connection.recv(1)
-        ours = connection.getsockname()
-        others = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one is not connection]
-        assert [delay for one in others if (delay := _no_delay(one, ours)) is not None] == [1]
+    live.engine.open.clear()  # so the connection is there as long as it takes to look at it
+    try:
+        with raw(live) as connection:
+            connection.sendall(request_bytes(LONG))
+            eventually(lambda: live.engine.stats().running == 1)
+            ours = connection.getsockname()
+            others = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one is not connection]
+            assert [delay for one in others if (delay := _no_delay(one, ours)) is not None] == [1]
+        eventually(lambda: live.engine.stats().running == 0)
+    finally:
+        live.engine.open.set()
 
 
 def _no_delay(one: socket.socket, peer: Any) -> int | None:

@@ -166,7 +166,9 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         with pytest.raises(RequestError, match=message):
             engine.submit(request)
     few = Engine(decoder(), replace(OPTIONS, pages=4))
-    with pytest.raises(RequestError, match="take 5 pages of 16 positions, and the cache has 4"):
+    assert few.max_len == 4 * 16  # what a chat without a bound may fill
+    few.check(Request([1] * 60, 4))
+    with pytest.raises(RequestError, match="a request has room for 64"):
         few.check(Request([1] * 60, 5))
     with pytest.raises(EngineError, match="not started"):
         engine.submit(Request([1], 1))
@@ -222,6 +224,22 @@ def test_a_dying_thread_ends_every_request_with_an_error_and_says_so() -> None:
         engine.submit(Request([1, 2], 5))
     engine.close()
     assert engine.stats().pages_used == 0
+
+
+def test_a_scheduler_that_broke_leaves_nobody_waiting() -> None:
+    engine = Engine(decoder(), OPTIONS)
+    engine.start()
+
+    def broken(*_: object) -> None:
+        raise KeyError("the accounts are wrong")
+
+    engine._scheduler.holdings.leave = broken  # type: ignore[method-assign]
+    tickets = [engine.submit(Request([1, 2], length)) for length in (3, 100, 100, 100, 100)]  # some run, some wait
+    for ticket in tickets:
+        with pytest.raises(EngineError, match="the engine died: KeyError"):
+            ticket.result()
+    assert not engine.healthy()
+    engine.close()
 
 
 def test_closing_ends_what_runs_and_draining_finishes_it() -> None:

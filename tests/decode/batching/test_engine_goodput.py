@@ -77,11 +77,24 @@ def test_an_unreachable_target_still_serves_one_after_the_other() -> None:
 
 def test_a_request_that_would_be_late_is_refused_at_once_and_an_idle_engine_refuses_none() -> None:
     simulation = Simulation(DEVICE, max_batch=2, ttft_s=0.5)
-    first, _ = simulation.submit(Request([3] * 2000, 8), 8, 0.0)  # takes longer than the target alone
+    first, _ = simulation.submit(Request([3] * 6000, 8), 8, 0.0)  # takes longer than the target alone
+    simulation.turn()
     assert first.reason is None
+    assert len(simulation.scheduler.running) == 1
     for i in range(6):
         simulation.submit(Request([4 + i] * 1000, 100), 100, 0.0)
     refused = [outcome for outcome in simulation.outcomes if outcome.reason == "refused"]
     assert refused
     with pytest.raises(RefusedError, match=r"more than the target of 0\.5 s"):
         raise refused[0].error  # type: ignore[misc]
+
+
+def test_a_prediction_far_too_high_does_not_refuse_for_ever() -> None:
+    """As where the machine was busy with something else while the steps were timed, before any request."""
+    simulation = Simulation(DEVICE, max_batch=4, ttft_s=TTFT_S)
+    simulation.fit.__init__(simulation.fit.model)  # type: ignore[misc]
+    for rows, prompt in simulation.shapes.all():
+        simulation.fit.saw(rows, prompt, 0, 50 * DEVICE.seconds(rows, prompt, 0))
+    assert simulation.scheduler.targets._own_s(200) > TTFT_S
+    simulation.run([(float(i), Request([7 + i] * 200, 20, stop_token_ids=(STOP,)), 20) for i in range(9)])
+    assert [outcome.reason for outcome in simulation.outcomes] == ["stop"] * 9
