@@ -111,7 +111,11 @@ def test_top_logprobs_and_bias_when_the_vocabulary_is_split() -> None:
 
 @pytest.mark.parametrize(("tp", "weights"), [(1, WIDE), (2, Quantization.layers(WeightFormat("int8")))])
 def test_a_cache_of_int8_gives_what_it_gives_alone(tp: int, weights: Quantization) -> None:
-    """Scales lie in pages beside what they scale; with int8 weights too, and over two devices."""
+    """Scales lie in pages beside what they scale; with int8 weights too, and over two devices.
+
+    Products of more rows add up in another order, and where that turns a value of the cache to its neighbour of 255,
+    the log-probabilities move by some 1e-5.
+    """
     layout = decoder(tp).layout
     params = small_model(CONFIG).load_params(layout, "float32", "unrolled", progress=False, quantization=weights)
     narrow = Decoder(CONFIG, params, layout, "float32", cache_dtype="int8", quantization=weights)
@@ -122,7 +126,7 @@ def test_a_cache_of_int8_gives_what_it_gives_alone(tp: int, weights: Quantizatio
         got = finished(engine.submit(request))
         assert len(other.result()) == 15
     assert got.tokens == expected.tokens
-    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=10 * TOLERANCE, rtol=0)
 
 
 def test_cancelling_frees_the_pages_and_leaves_the_others_alone() -> None:
