@@ -31,7 +31,7 @@ from model.wording import number_of
 from roofline.errors import RooflineError
 from scripts._files import UsageError as UsageError
 from scripts._files import check_writable as check_writable
-from scripts._files import write_file as write_file
+from scripts._files import hand_out as hand_out
 from scripts._files import write_json as write_json
 from scripts._interrupt import INTERRUPTED, raise_again
 from scripts._processes import BROKEN_PIPE, join, run_as_member

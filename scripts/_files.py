@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class UsageError(ValueError):
@@ -53,3 +54,27 @@ def write_file(path: str, content: bytes) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def hand_out(
+    text: str | None,
+    data: Any,
+    json_path: str | None,
+    *,
+    image: tuple[str | None, Callable[[], bytes]] = (None, bytes),
+    out: TextIO | None = None,
+) -> None:
+    """What a run found: its files first, for who reads the text may be gone (``| head``), and the text in any case.
+
+    text: to ``out``, or else to standard output, or to standard error where JSON goes to the former; None: nothing.
+    image: a path, or None, and what draws what goes there.
+    """
+    try:
+        if json_path:
+            write_json(json_path, data)
+        path, draw = image
+        if path:
+            write_file(path, draw())
+    finally:
+        if text is not None:
+            print(text, file=out or (sys.stderr if json_path == "-" else sys.stdout))

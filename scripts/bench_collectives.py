@@ -27,13 +27,13 @@ from scripts._cli import (
     add_device_options,
     check_writable,
     device_facts,
+    hand_out,
     integers,
     positive,
     run_command,
     set_up,
     versions,
     words,
-    write_json,
 )
 from scripts._processes import add_process_options
 from scripts._progress import counted
@@ -144,9 +144,8 @@ def bench(args: argparse.Namespace) -> None:
         "versions": versions(),
         "device": device,
     }
-    print(table(run, rows, skew), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, {**run, "collectives": found.to_json(), "skew": found.skew_to_json(), "measured": rows})
+    data = {**run, "collectives": found.to_json(), "skew": found.skew_to_json(), "measured": rows}
+    hand_out(table(run, rows, skew), data, args.json)
 
 
 def default_counts(devices: int) -> list[int]:

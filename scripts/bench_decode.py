@@ -44,6 +44,7 @@ from scripts._cli import (
     chosen_kernels,
     chosen_kv_dtype,
     device_facts,
+    hand_out,
     integers,
     kernel_facts,
     positive,
@@ -53,7 +54,6 @@ from scripts._cli import (
     weight_dtypes,
     weights_as,
     words,
-    write_json,
 )
 from scripts._progress import counted
 from scripts._report import step_bytes, step_facts
@@ -246,9 +246,7 @@ def bench(args: argparse.Namespace) -> None:
         "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
-    print(table(run, results), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, {**run, "rows": results})
+    hand_out(table(run, results), {**run, "rows": results}, args.json)
 
 
 def _ours(

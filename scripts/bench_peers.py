@@ -33,13 +33,13 @@ from scripts._cli import (
     UsageError,
     check_writable,
     device_facts,
+    hand_out,
     kernel_facts,
     positive,
     run_command,
     set_up,
     versions,
     words,
-    write_json,
 )
 from scripts._llama_cpp import LlamaCppChain, check_llama_cpp, quantized_file
 from scripts._report import step_bytes
@@ -156,9 +156,7 @@ def bench(args: argparse.Namespace) -> None:
         "device": device_facts(),
     }
     results = [_result(row, taken, limit) for row, taken in zip(rows, samples, strict=True)]
-    print(table(run, results), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, {**run, "rows": results})
+    hand_out(table(run, results), {**run, "rows": results}, args.json)
 
 
 def _ours(model: ResolvedModel, width: str, layout: Layout, args: argparse.Namespace) -> Row:

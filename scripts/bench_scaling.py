@@ -41,13 +41,12 @@ from scripts._cli import (
     chosen_collectives,
     default_dtype,
     device_facts,
+    hand_out,
     integers,
     positive,
     run_command,
     set_up,
     versions,
-    write_file,
-    write_json,
 )
 from scripts._processes import add_process_options
 from scripts._progress import counted
@@ -221,11 +220,8 @@ def bench(args: argparse.Namespace) -> None:
         "device": device,
         "verdict": verdict(measured, cores).text,
     }
-    print(render(run, rows), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.plot:
-        write_file(args.plot, plots.png(plots.draw_scaling({**run, "rows": rows})))
-    if args.json:
-        write_json(args.json, {**run, "rows": rows})
+    data = {**run, "rows": rows}
+    hand_out(render(run, rows), data, args.json, image=(args.plot, lambda: plots.png(plots.draw_scaling(data))))
 
 
 def _sliced(

@@ -24,13 +24,12 @@ from scripts import plots
 from scripts._cli import (
     UsageError,
     check_writable,
+    hand_out,
     integers,
     not_negative,
     positive,
     positive_number,
     run_command,
-    write_file,
-    write_json,
 )
 from scripts._load import Lengths, Shot, arrivals, lengths, shots
 
@@ -131,12 +130,8 @@ def bench(args: argparse.Namespace) -> None:
         plots.new_figure(1, 1)  # without matplotlib, say so now
 
     report = asyncio.run(_sweep(args))
-    text = render(report["points"])
-    print(text, file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        write_file(args.plot, plots.png(plots.draw_serving([report, *beside])))
+    image = (args.plot, lambda: plots.png(plots.draw_serving([report, *beside])))
+    hand_out(render(report["points"]), report, args.json, image=image)
 
 
 async def _sweep(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from scripts._cli import (
     UsageError,
     check_writable,
     device_facts,
+    hand_out,
     integers,
     not_negative,
     positive,
@@ -38,8 +39,6 @@ from scripts._cli import (
     set_up,
     versions,
     words,
-    write_file,
-    write_json,
 )
 from scripts._llama_cpp import check_llama_cpp, model_facts, quantized_file
 from scripts._load import Lengths, shots
@@ -145,11 +144,7 @@ def bench(args: argparse.Namespace) -> None:
         "rows": rows,
         "steps": steps,
     }
-    print(table(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, report)
-    if args.plot:
-        write_file(args.plot, plots.png(plots.draw_serving_peers(report)))
+    hand_out(table(report), report, args.json, image=(args.plot, lambda: plots.png(plots.draw_serving_peers(report))))
 
 
 def _file_of(model: ResolvedModel, width: str, folder: Path, threads: int) -> Path:

@@ -36,12 +36,12 @@ from scripts._cli import (
     check_writable,
     chosen_kernels,
     device_facts,
+    hand_out,
     kernel_facts,
     positive,
     run_command,
     set_up,
     versions,
-    write_json,
 )
 from scripts._progress import counted
 from scripts._speculation import (
@@ -150,9 +150,7 @@ def bench(args: argparse.Namespace) -> None:
         "kernels": kernel_facts(args.kernels),
         "device": device_facts(),
     }
-    print(table(run, rows), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, {**run, "rows": rows})
+    hand_out(table(run, rows), {**run, "rows": rows}, args.json)
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:

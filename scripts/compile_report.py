@@ -30,10 +30,10 @@ from scripts._cli import (
     check_writable,
     chosen_collectives,
     chosen_kernels,
+    hand_out,
     positive,
     run_command,
     versions,
-    write_json,
 )
 from scripts._compiled import CompileCase, Layers, compile_facts, memory_floor_s, tokens
 from scripts._compiled_text import difference, render
@@ -116,9 +116,7 @@ def report(args: argparse.Namespace) -> None:
     lines = render(facts)
     if before is not None:
         lines += "\n\n" + difference(before, facts, args.diff)
-    print(lines, file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, facts)
+    hand_out(lines, facts, args.json)
 
 
 def run_facts(args: argparse.Namespace, case: CompileCase) -> dict[str, Any]:

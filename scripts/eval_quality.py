@@ -38,11 +38,11 @@ from scripts._cli import (
     add_device_options,
     check_writable,
     device_facts,
+    hand_out,
     positive,
     run_command,
     set_up,
     versions,
-    write_json,
 )
 from scripts._progress import counted
 from scripts.memory_wall_text import table
@@ -254,10 +254,8 @@ def run(args: argparse.Namespace) -> None:
     set_up(args.cpu_devices)
     model = open_model(args.model)
     result = {"model": args.model, **evaluate(model, settings, text, args.context)}
-    if args.json != "-":
-        print(report(result))
-    if args.json is not None:
-        write_json(args.json, {**result, "device": device_facts(), "versions": versions()})
+    data = {**result, "device": device_facts(), "versions": versions()}
+    hand_out(None if args.json == "-" else report(result), data, args.json)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ from scripts._cli import (
     chosen_quantization,
     default_dtype,
     device_facts,
+    hand_out,
     kernel_facts,
     not_negative,
     positive,
     run_command,
     set_up,
     versions,
-    write_json,
 )
 from scripts._many import ManyRun, run_many
 from scripts._processes import add_process_options
@@ -199,11 +199,9 @@ def generate(args: argparse.Namespace) -> None:
         if many is None:
             return
         facts = _many_facts(args, decoder, max_len, prompts, many, cache, load_s, sampling)
-        if not args.quiet:
-            lines = [f"load      {load_s:.2f} s", f"compile   {decoder.compile_s:.2f} s ({cache.describe()})"]
-            print("\n" + "\n".join([*lines, *many.report_lines(args.batch)]), file=text_out)
-        if args.json:
-            write_json(args.json, facts)
+        lines = [f"load      {load_s:.2f} s", f"compile   {decoder.compile_s:.2f} s ({cache.describe()})"]
+        lines += many.report_lines(args.batch)
+        hand_out(None if args.quiet else "\n" + "\n".join(lines), facts, args.json, out=text_out)
         return
     groups = []
     for at in range(0, len(prompts), args.batch):
@@ -232,10 +230,7 @@ def generate(args: argparse.Namespace) -> None:
         facts["tpot_s"] = rows / facts["tokens_per_s"] if facts["tokens_per_s"] else None
         facts["speculation"] = speculation_facts(speculative, speculative.costs(rows, max_len, sampling), rows)
         lines += speculation_lines(facts["speculation"])
-    if not args.quiet:
-        print("\n" + "\n".join(lines), file=text_out)
-    if args.json:
-        write_json(args.json, facts)
+    hand_out(None if args.quiet else "\n" + "\n".join(lines), facts, args.json, out=text_out)
 
 
 def _run_many(

@@ -23,7 +23,7 @@ from roofline.chain import memory_wall
 from roofline.chips import CHIPS, get_chip
 from roofline.collectives import ALGORITHMS, Measured
 from roofline.errors import RooflineError
-from scripts._files import UsageError, check_writable, write_file, write_json
+from scripts._files import UsageError, check_writable, hand_out
 from scripts.memory_wall_text import render
 
 
@@ -127,12 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             plots.new_figure(1, 1)  # says now what is missing
         result = report(args)
-        if args.json != "-":
-            print(render(result))
-        if args.json:
-            write_json(args.json, result)
-        if args.plot:
-            write_file(args.plot, plots.png(plots.draw_memory_wall(result)))
+        image = (args.plot, lambda: plots.png(plots.draw_memory_wall(result)))
+        hand_out(None if args.json == "-" else render(result), result, args.json, image=image)
     except (RooflineError, ConfigError, UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
