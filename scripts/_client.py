@@ -84,6 +84,8 @@ class Client:
             async with self._session.get(f"{self._base}/models") as response:
                 response.raise_for_status()
                 return str((await response.json())["data"][0]["id"])
+        except aiohttp.ClientConnectionError as error:
+            raise OSError(f"cannot reach {self._base}: {getattr(error, 'os_error', error)}") from None
         except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
             raise OSError(f"{self._base}/models does not list models: {_words_of(error)}") from None
 

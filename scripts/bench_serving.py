@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.bench_serving",
         description="Latency, throughput and goodput of an OpenAI-compatible server under load.",
     )
-    p.add_argument("--url", required=True, help="the server, such as http://127.0.0.1:8000")
+    p.add_argument("--url", required=True, type=_url, help="the server, such as http://127.0.0.1:8000")
     p.add_argument("--model", help="the model's name there (default: the first that it lists)")
     p.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="default: completions")
     p.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
@@ -191,7 +191,8 @@ async def _warm_up(args: argparse.Namespace, client: Client, model: str, ahead: 
                 told = True
             await asyncio.sleep(0.5)
         if outcome.status != "completed":
-            raise OSError(f"the first requests to {args.url} were {outcome.status}: {outcome.error}")
+            became = "failed" if outcome.status == "failed" else "was refused"
+            raise OSError(f"the first request to {args.url} {became}: {outcome.error}")
 
 
 async def open_loop(client: Client, model: str, own: Sequence[Shot]) -> list[Outcome]:
@@ -225,6 +226,12 @@ def _earlier(path: str) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError):
         raise UsageError(f"--beside {path} is not JSON that this command wrote") from None
     return report
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} begins with neither http:// nor https://")
+    return text
 
 
 def _rates(text: str) -> list[float]:

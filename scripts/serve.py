@@ -225,9 +225,10 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
             args,
             f"ready after {time.perf_counter() - began:.1f} s: {number_of(options.max_batch, 'request')} at once, "
             f"{engine.max_len} "
-            f"positions each, {engine.stats().pages_total} pages of {options.page_size}",
+            f"positions each, {number_of(engine.stats().pages_total, 'page')} of {options.page_size}",
         )
 
+    _say(args, "compiling; /ready says when it is done")
     starting = asyncio.create_task(start())
     answered = await serve(
         service,

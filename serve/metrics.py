@@ -64,8 +64,8 @@ class Metrics:
         )
         self._whole = Histogram("request_seconds", "A sequence from its request to its end", buckets=_REQUEST_S, **make)
         self._ends = Counter("requests", "Sequences by how they ended", ["outcome"], **make)
-        self._good = Counter("goodput_requests", "Sequences that met both targets", **make)
-        self._good_tokens = Counter("goodput_tokens", "Tokens of sequences that met both targets", **make)
+        self._good = Counter("goodput_requests", "Sequences that met both targets; all, where there are none", **make)
+        self._good_tokens = Counter("goodput_tokens", "Tokens of those sequences", **make)
         for outcome in ("stop", "length", "cancelled", "refused", "failed"):
             self._ends.labels(outcome)
 

@@ -214,7 +214,7 @@ def test_a_server_that_goes_on_refusing_ends_the_run(live: Live, capsys: pytest.
         assert main(given) == 1
     finally:
         live.engine.is_ready = True
-    assert "were refused: 503: this server is still compiling" in capsys.readouterr().err
+    assert "was refused: 503: this server is still compiling" in capsys.readouterr().err
 
 
 def test_beside_an_earlier_run(live: Live, tmp_path: Path) -> None:
@@ -244,7 +244,13 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     assert main(["--url", f"http://127.0.0.1:{port}", "--rate", "1"]) == 1
-    assert "does not list models" in capsys.readouterr().err
+    assert f"cannot reach http://127.0.0.1:{port}/v1: " in capsys.readouterr().err
+
+
+def test_a_url_without_a_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--url", "127.0.0.1:8000", "--rate", "1"])
+    assert "'127.0.0.1:8000' begins with neither http:// nor https://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

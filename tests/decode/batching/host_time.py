@@ -20,14 +20,20 @@ from decode.batching.request import Request
 from decode.decoder import Decoder
 from model.checkpoint.resolve import open_model
 from model.random_init import random_params
-from scripts._cli import set_up
+from scripts._cli import positive, set_up
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 
 STEPS = 300
 """Tokens of each request; the first and last hundred steps are left out."""
 
-COLUMNS = ("host_s", "host_wall_s", "dispatch_s", "device_s", "step_s")
+COLUMNS = {
+    "host_s": "CPU time of the engine's thread for a step: schedule, pack, dispatch, deliver",
+    "host_wall_s": "the same by the clock",
+    "dispatch_s": "of that, until the runtime has taken the step",
+    "device_s": "how long the host then waited for the device",
+    "step_s": "from one step's results to the next one's",
+}
 
 
 def measure(decoder: Decoder, sequences: int) -> list[EngineStats]:
@@ -49,12 +55,19 @@ def measure(decoder: Decoder, sequences: int) -> list[EngineStats]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--hidden", type=int, help="a multiple of 32; without it the model's own")
-    parser.add_argument("--layers", default="unrolled", choices=["unrolled", "scan"])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.decode.batching.host_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--sequences", type=positive, default=64, metavar="N", help="that decode at once (default 64)")
+    parser.add_argument("--hidden", type=positive, metavar="N", help="a multiple of 32 (default: the model's own)")
+    parser.add_argument("--layers", default="unrolled", choices=["unrolled", "scan"], help="default unrolled")
     args = parser.parse_args()
+    if args.hidden is not None and args.hidden % 32:
+        parser.error(f"--hidden {args.hidden} is not a multiple of 32")
     set_up(None)
+    print("compiling every shape of the engine, and decoding: a minute or two", file=sys.stderr, flush=True)
     model = open_model("demo")
     layout = Layout(make_mesh(1, model.config.num_kv_heads))
     if args.hidden is None:
@@ -66,10 +79,11 @@ def main() -> int:
         params = random_params(config, layout, "bfloat16", layers=args.layers)
     decoder = Decoder(config, params, layout, "bfloat16", layers=args.layers)
     seen = measure(decoder, args.sequences)
-    print(f"{args.sequences} sequences, {config.num_layers} layers of {config.hidden_size}, jax {jax.__version__}")
-    for name in COLUMNS:
+    what = f"{config.num_layers} layers of {config.hidden_size} in bf16"
+    print(f"{args.sequences} sequences, {what}, jax {jax.__version__}")
+    for name, meaning in COLUMNS.items():
         values = sorted(1e3 * getattr(stats, name) for stats in seen)
-        print(f"{name:12} median {statistics.median(values):7.2f} ms, {values[0]:.2f} to {values[-1]:.2f}")
+        print(f"{name:12} {statistics.median(values):7.2f} ms ({values[0]:.2f} to {values[-1]:.2f})   {meaning}")
     return 0
 
 
