@@ -21,7 +21,7 @@ MOST_ROWS = {"float32": 16, "bfloat16": 256, "int8": 512, "uint8": 512}
 
 Measured on 2 cores at [2048, 2048], times XLA's speed at 16, 64, 128 and 512 rows: f32 1.3, 0.8, 0.6, 0.5; bf16 5.9,
 1.9, 1.4, 0.8; int8 12, 3.7, 2.1, 1.2; int4 in groups of 32 18, 6.5, 4.4, 2.1. Since then quantised weights go in tiles
-where the CPU has them, from 8 rows on (``src/tiles.h``): 2.3 to 3.3 times as fast at 16 to 64 rows.
+where the CPU has them, from 8 rows on (``src/tiles.h``): 1.6 to 3.5 times as fast at 16 to 64 rows.
 """
 
 TILED_ROWS = 8
