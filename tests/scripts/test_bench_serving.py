@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from model.tokenizer import Tokenizer
+from scripts import bench_serving
 from scripts._client import Outcome
 from scripts._load import Lengths, arrivals, lengths, shots
 from scripts._serving_report import LEGEND, render, summarise
@@ -26,7 +29,7 @@ from tests.serve.live import Live, live_server
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = write_tiny(tmp_path_factory.mktemp("tiny") / "model")
-    engine = FakeEngine(step_s=0.001, max_len=4096)
+    engine = FakeEngine(max_len=4096)
     with live_server(engine, Tokenizer.from_folder(folder), api_keys=["key"]) as server:
         yield server
     engine.close()
@@ -164,9 +167,11 @@ def test_closed_loop_holds_so_many_open(live: Live, tmp_path: Path) -> None:
     def submit(*given: Any) -> Any:
         ticket = real(*given)
         seen.append(live.engine.stats().running)
+        if seen[-1] == 3:
+            live.engine.hold_at = None
         return ticket
 
-    live.engine.submit = submit
+    live.engine.submit, live.engine.hold_at = submit, 4  # none ends before three are open at once
     try:
         report = bench(live, tmp_path, "--concurrency", "3", "--requests", "12", "--output-tokens", "8",
                        "--endpoint", "chat", "--warmup", "0", "--extra-body", '{"ignore_eos": true}')  # fmt: skip
@@ -207,10 +212,14 @@ def test_a_server_that_still_starts_is_waited_for(live: Live, tmp_path: Path) ->
     assert report["points"][0]["requests"]["completed"] == 2
 
 
-def test_a_server_that_goes_on_refusing_ends_the_run(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_goes_on_refusing_ends_the_run(
+    live: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count(0, 300)  # seconds that pass from one look to the next
+    monkeypatch.setattr(bench_serving, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     live.engine.is_ready = False
     try:
-        given = ["--url", live.url, "--api-key", "key", "--rate", "1", "--timeout", "0.2"]
+        given = ["--url", live.url, "--api-key", "key", "--rate", "1"]
         assert main(given) == 1
     finally:
         live.engine.is_ready = True

@@ -80,10 +80,10 @@ def test_a_process_that_is_killed_ends_the_other(tiny: Path, tmp_path: Path, los
 
 
 def test_a_process_that_hangs_ends_the_other_after_the_stated_time(tiny: Path, tmp_path: Path) -> None:
-    stuck = options(tiny, "--quiet", "--peer-timeout", "5")
+    stuck = options(tiny, "--quiet", "--peer-timeout", "15")  # in which both must start, on a busy machine, too
     first, _ = run_several(GENERATE, tmp_path, stuck, ["end", "freeze"])
     assert first.status == 1
-    assert "error: process 1 of 2 was lost: it has been silent for 5 s" in first.err
+    assert "error: process 1 of 2 was lost: it has been silent for 15 s" in first.err
 
 
 def test_a_process_that_fails_tells_the_other_why(tiny: Path, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ POISON = tokens_of("~", bos=False)[0]
 
 
 class FakeEngine:
-    """step_s: how long each step takes. A request holds one page for each 16 tokens of prompt and output."""
+    """A request holds one page for each 16 tokens of prompt and output."""
 
-    def __init__(self, *, step_s: float = 0.0, max_len: int = 512, max_queue: int = 64, **options: Any) -> None:
+    def __init__(self, *, max_len: int = 512, max_queue: int = 64, **options: Any) -> None:
         self.max_len, self.vocab_size = max_len, 258
         self.options = EngineOptions(max_queue=max_queue, **options)
-        self.step_s = step_s
+        self.hold_at: int | None = None  # no request gets more tokens than these, so none ends before a test is done
         self.open = threading.Event()  # cleared: no steps run
         self.open.set()
         self.refuse_after_s: float | None = None
@@ -81,7 +81,7 @@ class FakeEngine:
                 submitted=counts["submitted"], completed=counts["completed"], cancelled=counts["cancelled"],
                 refused=counts["refused"], failed=counts["failed"], preemptions=0, prompt_tokens=0, cached_tokens=0,
                 generated_tokens=counts["made"], goodput_requests=0, steps=counts["steps"], decode_steps=0,
-                step_s=self.step_s, host_s=0.0, device_s=self.step_s, predicted_s={"base": 0.5},
+                step_s=0.0, host_s=0.0, device_s=0.0, predicted_s={"base": 0.5},
             )  # fmt: skip
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -111,16 +111,21 @@ class FakeEngine:
             self._wake.clear()
             while self._running and not self._closed:
                 self.open.wait()
-                time.sleep(self.step_s)
-                self._step()
+                if not self._step():
+                    time.sleep(0.001)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether any request got on."""
+        moved = False
         with self._lock:
             self._counts["steps"] += 1
             for id, (request, ticket, made) in list(self._running.items()):
                 if POISON in request.prompt:
                     self._end(id, "error", NumericsError("the model produced NaN or infinite logits for this request"))
                     continue
+                if self.hold_at is not None and made >= self.hold_at:
+                    continue
+                moved = True
                 token = answer_token(request, made)
                 reason = "stop" if token in request.stop_token_ids else None
                 if reason is None and made + 1 == request.max_new_tokens:
@@ -132,6 +137,7 @@ class FakeEngine:
                     self._counts["completed"] += 1
                 top = tuple(((token + i) % 256, logprob(token) - i) for i in range(request.top_logprobs))
                 ticket.deliver(Event(token, logprob(token), top, reason, None, time.perf_counter()))
+        return moved
 
     def _end(self, id: int, reason: Any, error: Exception | None = None) -> None:
         _, ticket, _ = self._running.pop(id)

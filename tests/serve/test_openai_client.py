@@ -207,7 +207,7 @@ def test_a_refusal_is_a_429_that_says_when(client: openai.OpenAI, live: Live) ->
 
 
 def test_leaving_a_stream_cancels_it(client: openai.OpenAI, live: Live) -> None:
-    live.engine.step_s = 0.005
+    live.engine.hold_at = 2
     before = len(live.engine.cancelled)
     try:
         stream = client.chat.completions.create(model=NAME, messages=HELLO, n=3, stream=True)
@@ -216,7 +216,7 @@ def test_leaving_a_stream_cancels_it(client: openai.OpenAI, live: Live) -> None:
         stream.close()
         eventually(lambda: live.engine.stats().running == 0)
     finally:
-        live.engine.step_s = 0.0
+        live.engine.hold_at = None
     assert len(live.engine.cancelled) == before + 3
     assert live.engine.stats().pages_used == 0
 
