@@ -235,6 +235,7 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
         held,
         drain_s=args.drain_timeout,
         on_listening=lambda: print(f"listening at {url}", flush=True),
+        on_draining=lambda: _say(args, _draining(args, service.open_requests)),
         stop=stop,
     )
     if not starting.done():
@@ -244,6 +245,14 @@ async def _serve(args: argparse.Namespace, engine: Engine, service: Service, hel
         os._exit(0)
     starting.result()
     return answered
+
+
+def _draining(args: argparse.Namespace, open_requests: int) -> str:
+    if not open_requests:
+        return "stopping"
+    return (
+        f"draining {number_of(open_requests, 'request')} for {args.drain_timeout:g} s at most; a second signal ends it"
+    )
 
 
 def _engine_options(args: argparse.Namespace, proposals: int) -> EngineOptions:

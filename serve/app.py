@@ -129,7 +129,11 @@ class Service:
         reply_of: type[CompletionReply | ChatReply],
     ) -> Response:
         began = now()
-        self.check_open()
+        try:
+            self.check_open()
+        except ApiError:
+            self.metrics.ended("refused")
+            raise
         body = await read_json_body(request, self.limits)
         try:
             asked = schema.model_validate_json(body)

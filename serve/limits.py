@@ -17,13 +17,14 @@ class Limits:
     body_bytes: of a request's body.
     choices: sequences that one request makes, prompts times ``n``.
     requests: generation requests open at once; above it, 429.
-    body_s, prompt_s, send_s: seconds for a body to arrive, for a template and the tokenizer to run, and for a reader
-        to take a part of an answer.
+    headers_s, body_s, prompt_s, send_s: seconds for a request's head to arrive, for its body, for a template and the
+        tokenizer to run, and for a reader to take a part of an answer.
     """
 
     body_bytes: int = 4 << 20
     choices: int = 64
     requests: int = 2048
+    headers_s: float = 30.0
     body_s: float = 30.0
     prompt_s: float = 10.0
     send_s: float = 60.0

@@ -63,7 +63,9 @@ class Metrics:
             **make,
         )
         self._whole = Histogram("request_seconds", "A sequence from its request to its end", buckets=_REQUEST_S, **make)
-        self._ends = Counter("requests", "Sequences by how they ended", ["outcome"], **make)
+        self._ends = Counter(
+            "requests", "Sequences by how they ended; a request refused unread is one", ["outcome"], **make
+        )
         self._good = Counter("goodput_requests", "Sequences that met both targets; all, where there are none", **make)
         self._good_tokens = Counter("goodput_tokens", "Tokens of those sequences", **make)
         for outcome in ("stop", "length", "cancelled", "refused", "failed"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from serve.app import Service
+from serve.connection import connection_type
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 5
@@ -61,6 +62,7 @@ async def serve(
     *,
     drain_s: float,
     on_listening: Callable[[], None] = lambda: None,
+    on_draining: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> bool:
     """Serve until SIGTERM or SIGINT (or ``stop``), then drain: new requests get 503, running ones go on to their end.
@@ -72,7 +74,7 @@ async def serve(
     """
     config = uvicorn.Config(
         service.app(),
-        http="h11",  # bounds the size of headers
+        http=connection_type(service.limits.headers_s),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -99,6 +101,7 @@ async def serve(
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         service.draining = True
+        on_draining()
         answered = await _drained(service, drain_s, hurry)
         service.cut_off()
         server.should_exit = True

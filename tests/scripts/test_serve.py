@@ -86,13 +86,16 @@ def test_a_server_from_start_to_end(tiny: Path) -> None:
         answers: list[httpx.Response] = []
         running = threading.Thread(target=lambda: answers.append(ask(url, "xyz", n=32, ignore_eos=True)))
         running.start()
-        while "running_requests 1.0" not in httpx.get(f"{url}/metrics").text:
-            assert running.is_alive()
+        while running.is_alive() and "running_requests 1.0" not in httpx.get(f"{url}/metrics").text:
+            pass
         process.send_signal(signal.SIGTERM)
         running.join()
         assert answers[0].status_code == 200
         assert len(answers[0].json()["choices"]) == 32
         assert process.wait(PATIENCE_S) == 0
+        assert process.stderr is not None
+        told = process.stderr.read()
+        assert told.startswith("draining 1 request for 120 s at most; a second signal ends it") or told == "stopping\n"
 
 
 def test_a_signal_while_it_compiles(tiny: Path) -> None:

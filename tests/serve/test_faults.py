@@ -187,6 +187,20 @@ def test_a_body_that_does_not_come(tokenizer: Tokenizer) -> None:
         eventually(lambda: live.service.open_requests == 0)
 
 
+def test_headers_that_do_not_come(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer, limits=Limits(headers_s=0.05)) as live, raw(live) as silent, raw(live) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost")
+        for connection in (silent, slow):
+            assert read_all(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_refusals_unread_are_counted(tokenizer: Tokenizer) -> None:
+    with serving(tokenizer) as live:
+        live.engine.is_ready = False
+        assert live.post("completions", json=LONG).status_code == 503
+        assert 'shardstream_requests_total{outcome="refused"} 1.0' in live.get("/metrics").text
+
+
 def test_headers_without_end_are_refused(live: Live) -> None:
     with raw(live) as endless:
         endless.sendall(b"GET / HTTP/1.1\r\nA: ")

@@ -1,0 +1,59 @@
+"""A connection that has so long to bring a request's headers: uvicorn gives it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def connection_type(headers_s: float) -> type[asyncio.Protocol]:
+    """A protocol for ``uvicorn.Config(http=)``, which closes what brings no whole request head in ``headers_s``.
+
+    The time runs from the connection's start, and on a connection that is kept from the first byte of the next head;
+    between two requests uvicorn's own keep-alive time holds.
+    """
+
+    class Connection(H11Protocol):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(headers_s, self._late)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._look()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._look()  # the next head may have begun before this answer ended
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _look(self) -> None:
+            begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+            if not begun:
+                self._forget()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(headers_s, self._late)
+
+        def _late(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.write(LATE)
+                self.transport.close()
+
+        def _forget(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return Connection
