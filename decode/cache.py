@@ -23,7 +23,7 @@ from kernels.cache_attention.scaled import FP8, LIMITS, quantize
 from kernels.cache_write import cache_write
 from kernels.rope_attention import rope_attention, taken
 from model.config import LlamaConfig
-from model.wording import number_of
+from model.wording import number_of, prompt_at
 from sharding.collectives import axis_size
 from sharding.layout import Layout
 from sharding.mesh import KV_SEQ
@@ -253,8 +253,8 @@ def check_fits(config: LlamaConfig, prompt_lens: list[int], max_len: int) -> Non
     for row, length in enumerate(prompt_lens):
         if length >= max_len:
             raise CacheOverflowError(
-                f"prompt {row} has {number_of(length, 'token')}, which leaves no room for a new one in max_len "
-                f"{max_len}; shorten it or raise --max-len (this model allows "
+                f"{prompt_at(row, len(prompt_lens))} has {number_of(length, 'token')}, which leaves no room for a new "
+                f"one in max_len {max_len}; shorten it or raise --max-len (this model allows "
                 f"{config.max_position_embeddings})"
             )
 

@@ -26,6 +26,7 @@ from decode.step import BATCH, MAX_STEPS, SEEN, Emitted, Programs, Rows
 from model.config import LlamaConfig
 from model.llama import LayersForm
 from model.quantize import WIDE, Quantization
+from model.wording import prompt_at
 from sharding.collectives import DEFAULT_COLLECTIVES, Collectives
 from sharding.compiling import compile_lowered
 from sharding.layout import Layout
@@ -272,12 +273,12 @@ class Decoder:
             raise PromptError("no prompt given; at least one is needed")
         for row, prompt in enumerate(prompts):
             if not len(prompt):
-                raise PromptError(f"prompt {row} is empty; give at least one token")
+                raise PromptError(f"{prompt_at(row, len(prompts))} is empty; give at least one token")
             for place, token in enumerate(prompt):
                 if not 0 <= token < self.config.vocab_size:
                     raise PromptError(
-                        f"prompt {row} has token id {token} at place {place}; this model's ids run from 0 to "
-                        f"{self.config.vocab_size - 1}"
+                        f"{prompt_at(row, len(prompts))} has token id {token} at place {place}; this model's ids run "
+                        f"from 0 to {self.config.vocab_size - 1}"
                     )
         if len(prompts) % self.layout.data:
             raise PromptError(f"{len(prompts)} prompts do not divide over the data axis of {self.layout.data}")

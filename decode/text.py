@@ -37,14 +37,17 @@ class Completion:
     token_ids: the generated tokens, the stop token included where one ended the row.
     logprobs: each token's log-probability under the model's own distribution at temperature 1.
     text: the tokens' text, without the stop token or the stop string.
-    finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens or max_len), None while running.
+    finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens or max_len), "error", None while
+        running.
+    error: what went wrong, where that is the reason.
     """
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "error"] | None = None
+    error: str | None = None
 
 
 class RowText:

@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions, EngineStats
 from decode.batching.request import Event, Request
-from decode.decoder import Decoder
+from decode.decoder import Decoder, NumericsError
 from decode.sampling import SamplingParams
 from decode.speculation.draft import DraftModel
 from decode.text import Completion, RowText
 from model.tokenizer import Tokenizer
+from model.wording import number_of, prompt_at
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class ManyRun:
     """What came of many prompts, in their order.
 
     seconds: from the first submission to the last token, with everything compiled.
+    first_s: until the first token; None where none came.
     tpots_s: mean seconds a token after the first, of each prompt that has two.
     """
 
     completions: list[Completion]
     seconds: float
-    first_s: float
+    first_s: float | None
     tpots_s: list[float]
     stats: EngineStats
 
@@ -54,6 +56,15 @@ class ManyRun:
             {"rows": rows, "prompt_tokens": prompt, "s": seconds, "predicted_s": predicted}
             for (rows, prompt), (seconds, predicted) in sorted(self.stats.shapes_s.items())
         ]
+
+    def check_complete(self) -> None:
+        """Raises NumericsError for the prompts whose completion is an error."""
+        failed = [place for place, one in enumerate(self.completions) if one.error is not None]
+        if failed:
+            raise NumericsError(
+                f"{number_of(len(failed), 'prompt')} failed, and all others are complete; the first is "
+                f"{prompt_at(failed[0], len(self.completions))}: {self.completions[failed[0]].error}"
+            )
 
     def report_lines(self, batch: int) -> list[str]:
         """The same for people."""
@@ -93,8 +104,10 @@ def run_many(
     done: called for each prompt in the order given, once it and all before it have ended.
     proposals, draft: speculation; see ``decode.batching.engine.Engine``.
 
+    A prompt on which the model produces NaN fails alone: its completion says so, and the rest go on.
+
     Raises:
-        NumericsError, EngineError: as the engine ends a request.
+        EngineError: as the engine ends a request.
     """
     options = EngineOptions(max_batch=batch, max_len=max_len, max_queue=len(prompts), proposals=proposals)
     engine = Engine(decoder, options, draft)
@@ -141,7 +154,9 @@ def run_many(
             while left:
                 place, event = events.get()
                 completion = completions[place]
-                if event.error is not None:
+                if isinstance(event.error, NumericsError):
+                    completion.error, completion.finish_reason = str(event.error), "error"
+                elif event.error is not None:
                     raise event.error
                 if event.token is not None and completion.finish_reason is None:
                     times[place] = [*times[place][:1], event.at]
@@ -161,7 +176,8 @@ def run_many(
             (last - first) / (len(completion.token_ids) - 1)
             for (first, last), completion in zip((t for t in times if len(t) == 2), _of_two(completions), strict=True)
         ]
-        return ManyRun(completions, seconds, min(t[0] for t in times) - began, tpots, engine.stats())
+        first = min((t[0] for t in times if t), default=None)
+        return ManyRun(completions, seconds, None if first is None else first - began, tpots, engine.stats())
     finally:
         engine.close()
 

@@ -52,7 +52,7 @@ try:
     from scripts._serving_report import summarise
     from scripts.bench_serving import closed_loop
 except ImportError as error:  # aiohttp is an extra
-    raise SystemExit(f'error: {error}; install this project with its extra: pip install -e ".[bench]"') from None
+    raise SystemExit(f'error: {error}; install this project with its extra: pip install -e ".[peers]"') from None
 
 FILE = "file"
 OPTIONS = {FILE: ["--quant", "stored"], "f32": ["--dtype", "f32"], "bf16": ["--dtype", "bf16"]}

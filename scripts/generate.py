@@ -28,6 +28,7 @@ from model.checkpoint.resolve import ACCEPTED, open_model
 from model.config import LlamaConfig
 from model.quantize import WIDE, Quantization
 from model.tokenizer import StopStrings, Tokenizer
+from model.wording import prompt_at
 from scripts._cli import (
     DTYPES,
     UsageError,
@@ -202,6 +203,7 @@ def generate(args: argparse.Namespace) -> None:
         lines = [f"load      {load_s:.2f} s", f"compile   {decoder.compile_s:.2f} s ({cache.describe()})"]
         lines += many.report_lines(args.batch)
         hand_out(None if args.quiet else "\n" + "\n".join(lines), facts, args.json, out=text_out)
+        many.check_complete()
         return
     groups = []
     for at in range(0, len(prompts), args.batch):
@@ -303,11 +305,12 @@ def _room(prompts: list[Prompt], config: LlamaConfig, new_tokens: int, max_len: 
         CacheOverflowError: a prompt that does not fit.
     """
     for row, prompt in enumerate(prompts):
+        which = prompt_at(row, len(prompts))
         if not prompt.tokens:
-            raise PromptError(f"prompt {row} ({prompt.text!r}) is empty: it has no token; give some text to continue")
+            raise PromptError(f"{which} ({prompt.text!r}) is empty: it has no token; give some text to continue")
         if max(prompt.tokens) >= config.vocab_size:
             raise PromptError(
-                f"prompt {row} has token id {max(prompt.tokens)}, and this model's ids end at {config.vocab_size - 1}: "
+                f"{which} has token id {max(prompt.tokens)}, and this model's ids end at {config.vocab_size - 1}: "
                 f"its tokenizer and its weights do not belong together"
             )
     lens = [len(prompt.tokens) for prompt in prompts]
@@ -412,6 +415,7 @@ def _results(completions: list[Completion]) -> list[dict[str, Any]]:
             "logprobs": one.logprobs,
             "text": one.text,
             "finish_reason": one.finish_reason,
+            **({} if one.error is None else {"error": one.error}),
             "prompt_tokens": one.prompt_tokens,
             "generated_tokens": len(one.token_ids),
         }

@@ -200,9 +200,9 @@ def test_room_is_not_wasted(max_len: int, kv_seq: int) -> None:
 def test_a_prompt_without_room_for_a_token() -> None:
     config = small_config(max_position_embeddings=64)
     check_fits(config, [1, 31, 5], 32)
-    with pytest.raises(CacheOverflowError, match=r"prompt 1 has 32 tokens.*max_len 32.*allows 64"):
+    with pytest.raises(CacheOverflowError, match=r"prompt 2 of 2 has 32 tokens.*max_len 32.*allows 64"):
         check_fits(config, [31, 32], 32)
-    with pytest.raises(CacheOverflowError, match=r"prompt 0 has 1 token,.*max_len 0"):
+    with pytest.raises(CacheOverflowError, match=r"the prompt has 1 token,.*max_len 0"):
         check_fits(config, [1], 0)
 
 

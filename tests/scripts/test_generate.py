@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from model.checkpoint.resolve import open_model
 from scripts import convert_checkpoint, generate
@@ -310,13 +311,13 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
         (["--model", tiny], 'nothing to do: give --chat "a message", --prompt "a text", or --prompts-file PATH'),
         ([*hello, "--system", "x"], "--system goes with --chat"),
         (["--prompts-file", "a", "--prompts-file", "b"], "--prompts-file is given more than once"),
-        (["--model", plain, "--prompt", "a", "--prompt", ""], "prompt 1 ('') is empty: it has no token"),
+        (["--model", plain, "--prompt", "a", "--prompt", ""], "prompt 2 of 2 ('') is empty: it has no token"),
         (["--model", plain, "--chat", "Hi"], "this model has no chat template"),
         (["--model", bare, "--prompt", "Hi"], "bare has no tokenizer.json"),
-        (["--model", mixed, "--prompt", "Hi"], "prompt 0 has token id 256, and this model's ids end at 49"),
-        ([*hello, "--max-len", "6"], "prompt 0 has 6 tokens, which leaves no room for a new one in max_len 6"),
+        (["--model", mixed, "--prompt", "Hi"], "the prompt has token id 256, and this model's ids end at 49"),
+        ([*hello, "--max-len", "6"], "the prompt has 6 tokens, which leaves no room for a new one in max_len 6"),
         ([*hello, "--max-len", "65"], "max_len 65 is more than the 64 positions"),
-        (["--model", tiny, "--prompt", "x" * 64], "prompt 0 has 65 tokens, which leaves no room"),
+        (["--model", tiny, "--prompt", "x" * 64], "the prompt has 65 tokens, which leaves no room"),
         ([*hello, "--tp", "9"], "tp=9 (times data=1) needs 9 devices, but JAX sees 8 (cpu)"),
         ([*hello, "--collective", "scatter"], "--collective scatter has no effect on one device; add --tp 2 or more"),
         ([*hello, "--cpu-devices", "9"], "--cpu-devices 9 comes too late"),
@@ -465,3 +466,24 @@ def test_many_prompts_go_through_the_engine_in_their_order(command: Run, tiny: P
         assert one["token_ids"] == tokens[: one["generated_tokens"]]
     assert found["tokens_per_s"] > 0
     assert found["engine"]["accepted_tokens"] <= found["engine"]["proposed_tokens"]
+
+
+def test_a_poisoned_prompt_among_many_fails_alone(command: Run, tmp_path: Path) -> None:
+    """Its token's embedding is NaN; the others' texts are what they are alone, and the status says that one failed."""
+    folder = write_tiny(tmp_path / "model")
+    texts = ["~ is a number" if number == 2 else f"{number} is a number" for number in range(generate.GROUPED + 1)]
+    expected = [answer(folder, tokens_of(text), 3) for text in texts]
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][tokens_of("~", bos=False)] = np.nan
+    save_file(weights, path)
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    options = ["--model", folder, "--prompts-file", tmp_path / "prompts.txt", "--batch", "2", "--max-new-tokens", "3"]
+    status, _, err = command(*options, "--json", tmp_path / "found.json", "--quiet")
+    assert status == 1
+    assert "error: 1 prompt failed, and all others are complete; the first is prompt 3 of 33: the" in err
+    found = json.loads((tmp_path / "found.json").read_text())["completions"]
+    assert (found[2]["finish_reason"], found[2]["token_ids"]) == ("error", [])
+    assert "NaN" in found[2]["error"]
+    for place, (one, tokens) in enumerate(zip(found, expected, strict=True)):
+        assert place == 2 or (one["token_ids"], one.get("error")) == (tokens, None)
