@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
 from model.checkpoint.resolve import open_model
+from scripts import bench_serving
 from tests.decode.batching.engines import Fixed
 from tests.decode.running import make_decoder, small_tensors
 from tests.model.checkpoint_files import write_hf
@@ -137,3 +139,25 @@ def test_leaving_frees_the_pages(live: Live, client: openai.OpenAI) -> None:
     stats = live.engine.stats()
     assert (stats.pages_used, stats.waiting) == (0, 0)
     eventually(lambda: live.service.open_requests == 0)
+
+
+def test_a_small_load_is_accounted_for(live: Live, tmp_path: Path) -> None:
+    """``bench_serving`` and the engine count the same requests and tokens."""
+    before = live.engine.stats()
+    given = ["--url", live.url, "--rate", "200", "--requests", "24", "--warmup", "0", "--quiet"]
+    given += [
+        "--prompt-tokens",
+        "uniform:1:4",
+        "--output-tokens",
+        "uniform:2:20",
+        "--extra-body",
+        '{"ignore_eos": true}',
+    ]
+    assert bench_serving.main([*given, "--json", str(tmp_path / "found.json")]) == 0
+    (found,) = json.loads((tmp_path / "found.json").read_text())["points"]
+    eventually(lambda: live.engine.stats().completed - before.completed == 24)
+    eventually(lambda: live.engine.stats().pages_used == 0)
+    after = live.engine.stats()
+    assert found["requests"] == {"offered": 24, "completed": 24, "refused": 0, "failed": 0}
+    assert found["output_tokens"] == after.generated_tokens - before.generated_tokens
+    assert (after.running, after.waiting) == (0, 0)

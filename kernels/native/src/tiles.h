@@ -15,7 +15,6 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 namespace shardstream {
 
@@ -24,16 +23,10 @@ constexpr int64_t kFewest = 8;  // activation rows from which on tiles are faste
 
 // Whether this process has tiles: Linux gives them to one that asks, unless a signal stack is too small for them.
 inline bool MayTile() {
-#ifdef SHARDSTREAM_TILES
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool may = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return may;
-#else
-  return false;
-#endif
 }
-
-#ifdef SHARDSTREAM_TILES
 
 // A block of 32 values of 16 rows of activations, four neighbours together as the instruction takes them.
 struct alignas(64) TiledBlock {
@@ -249,6 +242,6 @@ inline void Rows(const Quantized<kBits, kGrouped>& w, int64_t begin, int64_t end
   _tile_release();
 }
 
-#endif
-
 }  // namespace shardstream
+
+#endif
