@@ -52,12 +52,13 @@ class Asking:
         return vector[:middle].reshape(ASKED_WORDS, self.N), vector[middle:].reshape(self.N, self.P)
 
     def pack(self, plan: Plan, tables: np.ndarray, no_slot: int) -> np.ndarray:
-        """The vector of a plan's proposals. tables: int32 [M, P] by slot."""
+        """The vector of what a plan asks the draft for. tables: int32 [M, P] by slot."""
         vector = np.zeros(self.size, np.int32)
         words, own_tables = self.parts(vector)
         words[0] = no_slot
-        for row, (job, asked) in enumerate(plan.proposals.items()):
-            words[:, row] = job.slot, len(job.tokens) - 1, job.tokens[-2], job.tokens[-1], len(asked)
+        for row, job in enumerate(plan.asked):
+            count = len(plan.proposals[job])
+            words[:, row] = job.slot, len(job.tokens) - 1, job.tokens[-2], job.tokens[-1], count
             own_tables[row] = tables[job.slot]
         return vector
 
@@ -132,8 +133,8 @@ class PagedDraft:
     def plan_seconds(self, plan: Plan, filled: int) -> float:
         """What a plan asks of the draft takes. filled: tokens of its fills, in the shape that they run in."""
         took = self._fill_s[filled] if filled else 0.0
-        if plan.proposals:
-            took += self.seconds(len(plan.proposals), max(map(len, plan.proposals.values())))
+        if plan.asked:
+            took += self.seconds(len(plan.asked), max(len(plan.proposals[job]) for job in plan.asked))
         return took
 
     def _imagined(self, size: int, count: int) -> np.ndarray:

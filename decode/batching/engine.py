@@ -28,6 +28,7 @@ from decode.batching.speculation import Speculation
 from decode.batching.targets import MARGIN, Targets
 from decode.decoder import Decoder
 from decode.speculation.draft import DraftModel
+from decode.speculation.ngram_index import NgramIndex
 from model.wording import number_of
 from roofline.step_time import StepTime, StepTimeFit
 
@@ -87,6 +88,7 @@ class Engine:
                 self._runner.shapes,
                 self._fit,
                 limit_s=limit_s,
+                index=NgramIndex if draft is None or draft.copies else None,
                 draft_s=None if self._runner.draft is None else self._runner.draft.seconds,
             )
         self._scheduler = Scheduler(
@@ -298,7 +300,7 @@ class Engine:
         """What the plan asks of a draft model, to be sent ahead of its step, and how long that takes. The tables are as
         its own vector has them."""
         draft, runner = self._runner.draft, self._runner
-        if draft is None or not (plan.fills or plan.proposals):
+        if draft is None or not (plan.fills or plan.asked):
             return [], 0.0
         calls: list[Callable[[], None]] = []
         size = 0
@@ -307,8 +309,8 @@ class Engine:
             fills = Plan([], plan.fills, [], 0, size, 0)
             vector = Packing(0, size, runner.pages_each).pack(fills, self._vectors.sampler, self._vectors.tables, 0)
             calls.append(functools.partial(runner.fill, size, vector))
-        if plan.proposals:
-            asking = draft.asking(len(plan.proposals))
+        if plan.asked:
+            asking = draft.asking(len(plan.asked))
             vector = asking.pack(plan, self._vectors.tables, runner.max_batch)
             calls.append(functools.partial(runner.propose, asking.N, vector))
         return calls, draft.plan_seconds(plan, size)
@@ -352,7 +354,7 @@ class Engine:
     def _learn_proposals(self, plan: Plan, fed: list[int]) -> None:
         """A plan's proposals as the draft made them. fed: the token that each of its sampled rows was given."""
         for piece, token in zip(plan.rows, fed, strict=False):  # pieces of prompts follow
-            if piece.proposal is not None:
+            if piece.proposal is not None and piece.proposal < 0:
                 plan.proposals[piece.job][-2 - piece.proposal] = token
 
     def _busy_until(self) -> float:

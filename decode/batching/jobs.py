@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode.batching.request import Request, Ticket
-from decode.speculation.control import PAUSE, RowEstimate
+from decode.speculation.control import DRAFT_PRIOR, PAUSE, PRIOR, RowEstimate
 from decode.speculation.ngram_index import NgramIndex
 
 
@@ -13,14 +13,16 @@ from decode.speculation.ngram_index import NgramIndex
 class Guess:
     """What speculation knows of a request.
 
-    index: where its next tokens are looked up; None where a draft model proposes them.
-    estimate: how many of its proposals stand. pause: tokens after which one who lost is tried again with an open mind.
+    index: where its next tokens are looked up; None where none are.
+    copying, drafting: how many stand of the tokens that were looked up, and of a draft model's. pause: tokens after
+        which one who lost is tried again with an open mind.
     passed_over: tokens that it got without proposals since the last that had some.
     drafted: positions whose keys and values the draft's cache has, where there is one.
     """
 
     index: NgramIndex | None
-    estimate: RowEstimate = field(default_factory=RowEstimate)
+    copying: RowEstimate = field(default_factory=lambda: RowEstimate.of(PRIOR))
+    drafting: RowEstimate = field(default_factory=lambda: RowEstimate.of(DRAFT_PRIOR))
     pause: int = PAUSE
     passed_over: int = 0
     drafted: int = 0
@@ -110,7 +112,7 @@ class Plan:
     context: positions that attention reads, over all rows and tiles.
     proposals: the proposals of each job that speculates. A draft model's are on the device: -2 stands for the first
         one, -3 for the second, and so on.
-    fills: what the draft model is to compute before it proposes.
+    asked: the jobs for which a draft model proposes. fills: what it is to compute before.
     """
 
     rows: list[Piece]
@@ -120,4 +122,5 @@ class Plan:
     C: int
     context: int
     proposals: dict[Job, list[int]] = field(default_factory=dict)
+    asked: tuple[Job, ...] = ()
     fills: list[Piece] = field(default_factory=list)

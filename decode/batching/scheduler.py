@@ -18,7 +18,7 @@ from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool
 from decode.batching.request import Event, FinishReason
 from decode.batching.shapes import Shapes
-from decode.batching.speculation import Speculation
+from decode.batching.speculation import Speculation, drafted
 from decode.batching.targets import Targets
 from decode.decoder import NumericsError
 
@@ -97,7 +97,8 @@ class Scheduler(Batch):
         self.counts["decode_steps"] += not pieces
         self._on_their_way += 1
         self._in_doubt = bool(proposals)
-        return Plan(rows, pieces, sampled, R, C, context, proposals, fills)
+        asked = tuple(job for job, tokens in proposals.items() if drafted(tokens))
+        return Plan(rows, pieces, sampled, R, C, context, proposals, asked, fills)
 
     def complete(
         self, plan: Plan, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top], now: float
@@ -112,7 +113,7 @@ class Scheduler(Batch):
         if plan.proposals:
             self._in_doubt = False
             return sum(
-                self._took(job, plan.proposals.get(job, []), [one[1:] for one in own], now)
+                self._took(job, plan.proposals.get(job, []), [one[1:] for one in own], now, asked=job in plan.asked)
                 for job, own in itertools.groupby(drawn, key=lambda one: one[0][0])
             )
         added = 0
@@ -142,9 +143,11 @@ class Scheduler(Batch):
                 self.holdings.name(job)
         return sampled
 
-    def _took(self, job: Job, proposals: list[int], drawn: list[tuple[int, float, Top]], now: float) -> int:
+    def _took(
+        self, job: Job, proposals: list[int], drawn: list[tuple[int, float, Top]], now: float, *, asked: bool
+    ) -> int:
         """A job's tokens, logprobs and likeliest from a step with proposals: one, and one for each that stands, as many
-        of which are returned."""
+        of which are returned. asked: whether a draft model proposed."""
         job.in_flight -= 1
         if job.ended:
             return 0
@@ -168,7 +171,7 @@ class Scheduler(Batch):
         self.counts["accepted_tokens"] += accepted
         if job.guess is not None:
             before = job.guess.drafted
-            self.speculation.judged(job, len(proposals), accepted)
+            self.speculation.judged(job, len(proposals), accepted, asked=asked)
             self.holdings.drafted.grew(job, before)
         self.holdings.shrink(job)
         return accepted
@@ -217,12 +220,13 @@ class Scheduler(Batch):
         assert self.speculation is not None, "it is asked"
         found, fills, room = {}, [], self.shapes.prompt[-1]
         for job, tokens in self.speculation.choose(jobs, base, prompt_tokens, context).items():
-            fill = self.speculation.fill(job, room)
+            asks = drafted(tokens)
+            fill = self.speculation.fill(job, room) if asks else None
             if fill is not None:
                 self.holdings.drafted.grew(job, fill.start)
                 fills.append(fill)
                 room -= -(-fill.count // TILE) * TILE
-            if self.speculation.behind(job):
+            if asks and self.speculation.behind(job):
                 continue
             if not self.holdings.grow(job, job.length + len(tokens)):
                 tokens = tokens[: len(job.pages) * self.page_size - job.length]

@@ -9,6 +9,9 @@ it equals its proposal. Text is therefore the same token for token, greedy and s
 distribution; it costs nothing in acceptance where proposals are single tokens without a distribution of their own
 (a proposal x stands with probability p(x), the most that any exact rule gives it).
 
+With a draft model a request still copies where its text repeats itself, as long as more of that stands (see
+``decode.speculation.draft``). What the draft then has not computed is filled in when it is asked again.
+
 Only what every row takes with it makes this hold. A repetition penalty depends on the tokens between, which are marked
 on the device step by step, so requests with one do not speculate. A logit bias is the same in all rows.
 
@@ -60,9 +63,9 @@ class Speculation:
         k: most proposals for a request and step.
         shapes: the compiled steps. fit: what they cost.
         limit_s: no step with proposals may be expected to take longer than so many seconds; None: no limit.
-        index: makes what proposes for one text.
+        index: makes what looks up the next tokens of one text; None: nothing does.
         draft_s: seconds in which a draft model proposes so many tokens for so many jobs, (jobs, tokens); with it that
-            model proposes, on the device, and not the index.
+            model proposes, on the device, where nothing is found that promises more.
 
     host_s: seconds that the host needs between two steps that do not overlap; the engine keeps it up to date.
     stake: what may be lost now, in plain steps; nothing is proposed while that is below 0.
@@ -75,12 +78,11 @@ class Speculation:
         fit: StepTimeFit,
         *,
         limit_s: float | None = None,
-        index: Callable[[], NgramIndex] = NgramIndex,
+        index: Callable[[], NgramIndex] | None = NgramIndex,
         draft_s: Callable[[int, int], float] | None = None,
     ):
         self.k, self.shapes, self.fit, self.limit_s, self._index = k, shapes, fit, limit_s, index
         self._draft_s = draft_s
-        self._prior = PRIOR if draft_s is None else DRAFT_PRIOR
         self.host_s = 0.0
         self.stake = FIRST_STAKE
         self._beside: dict[tuple[int, int], float] = {}  # what steps of a shape take, as a part of what the fit says
@@ -88,7 +90,7 @@ class Speculation:
     def admitted(self, job: Job, drafted: int) -> None:
         """A job joins the batch, for the first time or again; so many of its positions a draft has computed already."""
         if job.guess is None and job.request.sampling.repetition_penalty == 1 and job.request.max_new_tokens > 1:
-            job.guess = Guess(None if self._draft_s else self._index(), RowEstimate.of(self._prior))
+            job.guess = Guess(None if self._index is None else self._index())
         if job.guess is not None:
             job.guess.drafted = drafted
 
@@ -104,7 +106,7 @@ class Speculation:
         ranked: list[tuple[float, int, Job]] = []
         for job, tokens in offers.items():
             assert job.guess is not None, "it made an offer"
-            stands, worth = job.guess.estimate.acceptance, 1.0
+            stands, worth = (job.guess.drafting if drafted(tokens) else job.guess.copying).acceptance, 1.0
             for place in range(len(tokens)):
                 worth *= stands
                 ranked.append((worth, job.length + place, job))
@@ -121,8 +123,8 @@ class Speculation:
                 continue
             seconds = self._seconds(size, C, reads[count])
             if self._draft_s is not None:
-                each = Counter(job for _, _, job in ranked[:count])
-                seconds += self._draft_s(len(each), max(each.values()))
+                each = Counter(job for _, _, job in ranked[:count] if drafted(offers[job]))
+                seconds += self._draft_s(len(each), max(each.values())) if each else 0.0
             if self.limit_s is not None and seconds > self.limit_s:
                 break
             rate = gains[count] / (seconds + self.host_s)
@@ -163,15 +165,18 @@ class Speculation:
         if guess is None:
             return
         guess.passed_over += 1
-        if guess.passed_over >= guess.pause and guess.estimate.acceptance < self._prior[0]:
-            guess.estimate, guess.passed_over = RowEstimate.of(self._prior), 0
-            guess.pause = min(2 * guess.pause, LONGEST_PAUSE)
+        lost = guess.copying.acceptance < PRIOR[0] or guess.drafting.acceptance < DRAFT_PRIOR[0]
+        if guess.passed_over >= guess.pause and lost:
+            guess.copying, guess.drafting = RowEstimate.of(PRIOR), RowEstimate.of(DRAFT_PRIOR)
+            guess.passed_over, guess.pause = 0, min(2 * guess.pause, LONGEST_PAUSE)
 
-    def judged(self, job: Job, proposed: int, accepted: int) -> None:
-        """Of a job's proposals, so many stood."""
+    def judged(self, job: Job, proposed: int, accepted: int, *, asked: bool) -> None:
+        """Of a job's proposals, so many stood. asked: whether a draft model made them."""
         assert job.guess is not None, "it had proposals"
         job.guess.passed_over = 0
-        job.guess.estimate.update(proposed, accepted)
+        (job.guess.drafting if asked else job.guess.copying).update(proposed, accepted)
+        if not asked:
+            return
         # The draft ran over the newest token and all its proposals but the last.
         job.guess.drafted = job.length - 1 - accepted + min(accepted, proposed - 1)
 
@@ -193,9 +198,18 @@ class Speculation:
     def _offer(self, job: Job) -> list[int]:
         """What a job could be given, from the tokens that the host knows: no more than it may still generate."""
         most = min(self.k, job.request.max_new_tokens - job.sampled - 1)
-        if job.guess is None or most < 1:
+        guess = job.guess
+        if guess is None or most < 1:
             return []
-        if job.guess.index is None:
-            return list(range(-2, -2 - most, -1))
-        job.guess.index.follow(job.tokens)
-        return job.guess.index.propose(most)
+        found: list[int] = []
+        if guess.index is not None:
+            guess.index.follow(job.tokens)
+            found = guess.index.propose(most)
+        if self._draft_s is None or (found and guess.copying.acceptance >= guess.drafting.acceptance):
+            return found
+        return list(range(-2, -2 - most, -1))
+
+
+def drafted(proposals: Sequence[int]) -> bool:
+    """Whether these stand for tokens that a draft model has yet to make."""
+    return proposals[0] < 0

@@ -85,6 +85,7 @@ class Simulation:
         jitter: float = 0.05,
         proposals: int = 0,
         draft: bool = False,
+        copies: bool = True,
     ):
         self.device, self.jitter, self.rng = device, jitter, random.Random(0)
         self.fit = StepTimeFit(StepTime(1e-3, 0.0, 0.0, 0.0))
@@ -94,7 +95,8 @@ class Simulation:
         speculation = None
         if proposals:
             draft_s = (lambda jobs, ahead: 0.0) if draft else None
-            speculation = Speculation(proposals, self.shapes, self.fit, index=lambda: Guesser(self), draft_s=draft_s)
+            index = (lambda: Guesser(self)) if copies or not draft else None
+            speculation = Speculation(proposals, self.shapes, self.fit, index=index, draft_s=draft_s)
         for rows, prompt in self.shapes.all():  # what the engine measures when it starts
             self.fit.saw(rows, prompt, 0, device.seconds(rows, prompt, 0))
         self.pool = PagePool(pages, keep=keep)
@@ -219,7 +221,8 @@ class Simulation:
         for piece in plan.fills:
             for at in range(piece.start, piece.start + piece.count):
                 self.drafted[self._slot(piece.job, at)] = piece.job.tokens[at]
-        for job, asked in plan.proposals.items():
+        for job in plan.asked:
+            asked = plan.proposals[job]
             newest = len(job.tokens) - 1
             for at in (newest - 1, newest):
                 self.drafted[self._slot(job, at)] = job.tokens[at]

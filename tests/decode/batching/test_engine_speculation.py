@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_the_index_finds_what_a_search_of_the_text_finds(text: list[int], shorte
         assert index.propose(k) == (brute_look_up(text[:end], k, longest, shortest) or [])
 
 
-def simulated(device: StepTime, requests: int, length: int = 60, **options: int) -> Simulation:
+def simulated(device: StepTime, requests: int, length: int = 60, **options: Any) -> Simulation:
     """Requests that all come at once and run to their end."""
     simulation = Simulation(device, jitter=0.0, **options)
     for i in range(requests):
@@ -84,6 +85,17 @@ def test_a_full_batch_leaves_fewer_rows_to_propose_in() -> None:
     assert eight["proposed_tokens"] < 0.1 * eight["generated_tokens"]
 
 
+def test_a_draft_is_asked_only_where_its_request_does_not_copy() -> None:
+    """The simulated look-up finds nothing one time in five. Both kinds run in one step, and every text is whole."""
+    simulation = simulated(CHEAP, 3, max_batch=4, proposals=4, draft=True)
+    kinds = {(job in plan.asked) for plan in simulation.plans for job in plan.proposals}
+    assert kinds == {False, True}
+    assert any(0 < len(plan.asked) < len(plan.proposals) for plan in simulation.plans)
+    for plan in simulation.plans:
+        guesses = [piece for piece in plan.rows if piece.proposal is not None]
+        assert all((piece.proposal < 0) == (piece.job in plan.asked) for piece in guesses)
+
+
 def test_proposals_preempt_nobody() -> None:
     """Pages for the text alone, to the last: whoever speculates finds none left for it, and all end without loss."""
     simulation = simulated(CHEAP, 2, length=24, max_batch=2, pages=16, page_size=4, proposals=15)
@@ -97,10 +109,10 @@ def test_who_lost_is_tried_again_after_a_pause() -> None:
     assert job is not None
     simulation.turn()
     assert job.guess is not None
-    job.guess.estimate.stood = 0.0
-    before = job.guess.estimate
+    job.guess.copying.stood = 0.0
+    before = job.guess.copying
     while len(outcome.tokens) < 100:
-        if job.guess.estimate is before:
+        if job.guess.copying is before:
             assert simulation.scheduler.counts["proposed_tokens"] == 0
         simulation.turn()
     assert job.guess.pause == 48
@@ -161,12 +173,13 @@ def test_an_engine_that_speculates_says_what_it_says_without(tp: int) -> None:
 
 
 @functools.cache
-def draft_of(tp: int, listed: bool) -> DraftModel:
+def draft_of(tp: int, listed: bool, *, copies: bool = True) -> DraftModel:
     """The target itself: always right; or with half of the vocabulary: often right, and often not."""
     target = decoder(tp)
     params = dict(zip(target.programs.paths, target.params, strict=True))
     draft = Decoder(CONFIG, params, target.layout, "float32")
-    return DraftModel(draft, np.arange(1, CONFIG.vocab_size, 2).astype(np.int32) if listed else None)
+    vocabulary = np.arange(1, CONFIG.vocab_size, 2).astype(np.int32) if listed else None
+    return DraftModel(draft, vocabulary, copies=copies)
 
 
 def test_an_engine_whose_draft_is_the_target_accepts_all_of_a_greedy_text() -> None:
@@ -174,7 +187,7 @@ def test_an_engine_whose_draft_is_the_target_accepts_all_of_a_greedy_text() -> N
     wanted = [Request([9] * 50, 50), Request(some_tokens(CONFIG, 40, 2), 60), Request(some_tokens(CONFIG, 70, 3), 50)]
     with running() as engine:
         plain = [engine.submit(request).result() for request in wanted]
-    with running(draft=draft_of(1, False), proposals=K) as engine:
+    with running(draft=draft_of(1, False, copies=False), proposals=K) as engine:
         for _ in range(2):
             tickets = [engine.submit(request) for request in wanted]
             assert [ticket.result() for ticket in tickets] == plain

@@ -23,14 +23,23 @@ DEVICE = StepTime(1e-3, 1e-4, 1e-5, 0.0)
     batch=st.integers(1, 6),
     proposals=st.sampled_from([0, 1, 4, 15]),
     draft=st.booleans(),
+    copies=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_random_company_changes_no_output_and_loses_no_page(
-    seed: int, pages: int, keep: bool, batch: int, proposals: int, draft: bool
+    seed: int, pages: int, keep: bool, batch: int, proposals: int, draft: bool, copies: bool
 ) -> None:
     rng = random.Random(seed)
     simulation = Simulation(
-        DEVICE, max_batch=batch, pages=pages, page_size=4, token_budget=32, keep=keep, proposals=proposals, draft=draft
+        DEVICE,
+        max_batch=batch,
+        pages=pages,
+        page_size=4,
+        token_budget=32,
+        keep=keep,
+        proposals=proposals,
+        draft=draft,
+        copies=copies,
     )
     prefixes = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 12))] for _ in range(2)]
     live = []
