@@ -15,6 +15,7 @@ from roofline.collectives import Interconnect, Measured, SumForm
 from roofline.efficiency import Efficiency
 from roofline.fit import Measurement, fit
 from roofline.latency import MeasuredTerms, Verdict, judge, tpot
+from scripts._table import framed
 from sharding.collectives import KERNEL_FORMS, CollectiveForm
 
 GOOD_ERROR = 0.15
@@ -241,11 +242,7 @@ HEAD = (
 
 def render(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The run for people."""
-    cells = [[*HEAD, "predicted"], *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells)
-    lines = [f"| {' | '.join(row)} |" for row in padded]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    lines = framed([[*HEAD, "predicted"], *map(_cells, rows)])
     return "\n".join([_title(run), "", *lines, "", COLUMNS, "", *_notes(run, rows), run["verdict"]])
 
 

@@ -58,6 +58,7 @@ from scripts._cli import (
 from scripts._progress import counted
 from scripts._report import step_bytes, step_facts
 from scripts._speculation import add_speculation_options, check_speculation_options
+from scripts._table import framed
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
 from sharding.collective_chain import Meeting
@@ -376,12 +377,7 @@ def table(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
             "\nthe devices are fake: they share these cores and their memory, so tp > 1 shows that it works, not a gain"
         )
     cells = [HEAD, *map(_cells, results)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([title, "", lines[0], rule, *lines[1:], "", COLUMNS, *_verdicts(results)])
+    return "\n".join([title, "", *framed(cells), "", COLUMNS, *_verdicts(results)])
 
 
 def _cache_note(run: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ from scripts._cli import (
 )
 from scripts._llama_cpp import LlamaCppChain, check_llama_cpp, quantized_file
 from scripts._report import step_bytes
+from scripts._table import framed
 from scripts._transformers import TransformersChain, check_transformers
 from scripts.bench_decode import Chain, check_room, take_turns
 from sharding.bandwidth import Bandwidth, ReadProbe
@@ -224,12 +225,7 @@ def table(run: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
                 f"{row['limit_fraction']:.0%}",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([title, "", lines[0], rule, *lines[1:], "", COLUMNS])
+    return "\n".join([title, "", *framed(cells), "", COLUMNS])
 
 
 if __name__ == "__main__":

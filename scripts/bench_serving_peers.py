@@ -43,6 +43,7 @@ from scripts._cli import (
 from scripts._llama_cpp import check_llama_cpp, model_facts, quantized_file
 from scripts._load import Lengths, shots
 from scripts._servers import Server, check_peer_server, our_server, peer_server
+from scripts._table import framed
 from scripts.bench_peers import WIDTHS
 from sharding.bandwidth import Bandwidth, measure_read_bandwidth
 from sharding.mesh import make_mesh
@@ -278,15 +279,7 @@ def table(report: dict[str, Any]) -> str:
         steps.append([step["width"], str(step["rows"]), *times, f"{1e3 * step['rows'] / step['measured_ms']:.1f}"])
     same = {row["width"]: row["same_text"] for row in report["rows"]}
     told = [f"{width}: the first answer is {'the same' if alike else 'another'} text" for width, alike in same.items()]
-    return "\n".join([title, "", *_framed(loads), "", *_framed(steps), "", COLUMNS, "", *told])
-
-
-def _framed(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    return "\n".join([title, "", *framed(loads), "", *framed(steps), "", COLUMNS, "", *told])
 
 
 def _say(args: argparse.Namespace, line: str) -> None:

@@ -2,8 +2,8 @@
 
     python -m scripts.bench_speculation --speculate ngram --speculate draft-demo --k 4
 
-Greedy, one request at a time, in rounds that alternate the modes, so that a machine whose speed drifts slows them
-alike. Each mode's text is compared with plain decoding's.
+Greedy, one request at a time, or with ``--concurrency`` so many through the batching engine, in rounds that alternate
+the modes, so that a machine whose speed drifts slows them alike. Each mode's text is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from scripts._cli import (
     chosen_kernels,
     device_facts,
     hand_out,
+    integers,
     kernel_facts,
     positive,
     run_command,
@@ -49,10 +50,13 @@ from scripts._speculation import (
     add_speculation_options,
     check_draft,
     check_speculation_options,
+    make_draft,
     make_proposer,
     tally_facts,
 )
+from scripts._speculation_load import PLAIN, measure, render
 from scripts._speculation_prompts import PROMPTS
+from scripts._table import framed
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from sharding.self_check import check_mesh
@@ -86,6 +90,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-new-tokens", type=positive, default=160, metavar="N", help="tokens of an answer (default 160)"
     )
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="samples of each (default 3)")
+    parser.add_argument(
+        "--concurrency",
+        type=integers,
+        metavar="LIST",
+        help="in place of one request alone: so many at once through the batching engine, such as 1,2,4,8",
+    )
     parser.add_argument("--prompts", metavar="LIST", help=f"some of {','.join(PROMPTS)} (default all)")
     parser.add_argument("--json", metavar="PATH", help="write every sample; - is standard output")
     return parser.parse_args(argv)
@@ -126,7 +136,22 @@ def bench(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype]
     kernels = chosen_kernels(args.kernels)
     decoder = Decoder(model.config, model.load_params(layout, dtype), layout, dtype, kernels=kernels)
-    modes = [Mode("plain", decoder)]
+    run = {
+        "model": args.model,
+        "dtype": dtype,
+        "tp": args.tp,
+        "k": k,
+        "max_new_tokens": args.max_new_tokens,
+        "rounds": args.rounds,
+        "compile_cache": cache.describe(),
+        "versions": versions(),
+        "kernels": kernel_facts(args.kernels),
+        "device": device_facts(),
+    }
+    if args.concurrency:
+        _bench_load(args, decoder, tokenizer, kinds, proposers, run)
+        return
+    modes = [Mode(PLAIN, decoder)]
     for name in proposers:
         modes.append(Mode(name, SpeculativeDecoder(decoder, make_proposer(name, decoder, args.draft_dtype), k)))
     prompts = {kind: _prompt(tokenizer, PROMPTS[kind]) for kind in kinds}
@@ -138,19 +163,39 @@ def bench(args: argparse.Namespace) -> None:
     for (kind, prompt), turn, mode in counted(runs, "generations"):
         _sample(mode, kind, prompt, tokenizer, new_tokens, max_len, keep=turn > 0)
     rows = [_row(mode, modes[0], kind, model.config) for kind in kinds for mode in modes]
-    run = {
-        "model": args.model,
-        "dtype": dtype,
-        "tp": args.tp,
-        "k": k,
-        "max_new_tokens": new_tokens,
-        "rounds": args.rounds,
-        "compile_cache": cache.describe(),
-        "versions": versions(),
-        "kernels": kernel_facts(args.kernels),
-        "device": device_facts(),
+    lines = framed([HEAD, *map(_cells, rows)])
+    run["max_new_tokens"] = new_tokens
+    hand_out("\n".join([*_title(run), "", *lines, "", COLUMNS]), {**run, "rows": rows}, args.json)
+
+
+def _bench_load(
+    args: argparse.Namespace,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    kinds: Sequence[str],
+    proposers: Sequence[str],
+    run: dict[str, Any],
+) -> None:
+    """The same with many requests at once, each of which opens with a number of its own: else all would go alike."""
+    levels = sorted(args.concurrency)
+    prompts = {
+        kind: [_prompt(tokenizer, f"{number}. {PROMPTS[kind]}") for number in range(1, levels[-1] + 1)]
+        for kind in kinds
     }
-    hand_out(table(run, rows), {**run, "rows": rows}, args.json)
+    longest = max(len(prompt) for own in prompts.values() for prompt in own)
+    most = decoder.config.max_position_embeddings
+    new_tokens = run["max_new_tokens"] = max(1, min(args.max_new_tokens, most - longest))
+    rows = measure(
+        decoder,
+        {name: make_draft(name, decoder, args.draft_dtype) for name in proposers},
+        prompts,
+        levels,
+        k=run["k"],
+        new_tokens=new_tokens,
+        max_len=longest + new_tokens,
+        rounds=args.rounds,
+    )
+    hand_out("\n".join([*_title(run), "", *render(rows)]), {**run, "rows": rows}, args.json)
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -231,21 +276,14 @@ def elsewhere(speculative: Any, tally: Tally, target: LlamaConfig) -> float | No
     return best
 
 
-def table(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The results for people: what was run, a row for each, and what the columns mean."""
+def _title(run: Mapping[str, Any]) -> list[str]:
+    """What was run."""
     device = run["device"]
-    title = (
+    return [
         f"{run['model']} in {run['dtype']}, tp={run['tp']}, k up to {run['k']}, "
-        f"{number_of(run['max_new_tokens'], 'token')} at most, {number_of(run['rounds'], 'round')};\n"
-        f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}"
-    )
-    cells = [HEAD, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+        f"{number_of(run['max_new_tokens'], 'token')} at most, {number_of(run['rounds'], 'round')};",
+        f"{device['kind']}, {device['cpu_cores']} CPU cores, {run['kernels']} kernels, jax {run['versions']['jax']}",
     ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([title, "", lines[0], rule, *lines[1:], "", COLUMNS])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_decode, generate
+from scripts import bench_decode, bench_speculation, generate
+from scripts._speculation_load import Sample, _row, render
 from tests.model.checkpoint_files import small_config
 from tests.scripts.tiny import BOS, EOS, answer, text_of, tokens_of, write_tiny
 
@@ -105,3 +106,42 @@ def test_bench_compares_modes(
     assert all(row["left_plain_at"] is None for row in rows if row["mode"] == "ngram")
     assert bench_decode.main([*options, "--batch", "2"]) == 1
     assert "--batch" in capsys.readouterr().err
+
+
+def test_bench_compares_modes_under_load(
+    in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.bench_speculation.PROMPTS", {"chat": "ab ab ab"})
+    target = tmp_path / "bench.json"
+    options = ["--model", str(tiny), "--speculate", "ngram", "--k", "1", "--rounds", "2", "--json", str(target)]
+    assert bench_speculation.main([*options, "--concurrency", "2,1", "--max-new-tokens", "6"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tiny} in float32, tp=1, k up to 1, 6 tokens at most, 2 rounds;\n")
+    found = json.loads(target.read_text())
+    rows = found["rows"]
+    assert [(row["concurrency"], row["mode"]) for row in rows] == [
+        (1, "plain"),
+        (1, "ngram"),
+        (2, "plain"),
+        (2, "ngram"),
+    ]
+    for row in rows:
+        assert row["tokens"] == row["concurrency"] * 6 * 2  # the warming round is left out
+        assert len(row["samples_tokens_per_s"]) == 2
+        assert row["accepted"] <= row["proposed"] <= row["tokens"]
+        assert row["other_texts"] == 0
+    assert [row["gain"] for row in rows if row["mode"] == "plain"] == [1, 1]
+    assert (found["max_new_tokens"], found["k"]) == (6, 1)
+
+
+def test_a_row_of_a_load_by_hand() -> None:
+    """Gains are of the same round; texts that differ and proposals are counted over all rounds."""
+    plain = [Sample(10.0, 0, 0, [[1, 2], [3, 4]]), Sample(20.0, 0, 0, [[1, 2], [3, 4]])]
+    own = [Sample(15.0, 4, 2, [[1, 2], [3, 4]]), Sample(40.0, 4, 4, [[1, 2], [3, 5]])]
+    row = _row("chat", 2, "ngram", {("chat", 2, "plain"): plain, ("chat", 2, "ngram"): own})
+    assert (row["gain"], row["tokens_per_s"]) == (1.75, 27.5)
+    assert (row["tokens"], row["proposed"], row["accepted"], row["other_texts"]) == (8, 8, 6, 1)
+    line = render([row])[2]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        "chat", "2", "ngram", "27.5 (15.0 to 40.0)", "1.75", "1.00", "75%", "other: 1",
+    ]  # fmt: skip
