@@ -9,6 +9,10 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
 
 from decode.batching.engine import Engine
 from decode.batching.options import EngineOptions
@@ -43,6 +47,22 @@ class Fixed(StepTimeFit):
 @functools.cache
 def decoder(tp: int = 1) -> Decoder:
     return make_decoder(small_model(CONFIG), tp)
+
+
+def draft_of(tp: int, listed: bool, *, copies: bool = True) -> DraftModel:
+    """The target itself: always right; or with half of the vocabulary: often right, and often not."""
+    target = decoder(tp)
+    params: Any = dict(zip(target.programs.paths, target.params, strict=True))
+    draft = Decoder(CONFIG, params, target.layout, "float32")
+    vocabulary = np.arange(1, CONFIG.vocab_size, 2).astype(np.int32) if listed else None
+    return DraftModel(draft, vocabulary, copies=copies)
+
+
+def speculation_pays(patch: pytest.MonkeyPatch) -> None:
+    """Engines propose whatever it costs here and now. One more shape is compiled."""
+    patch.setattr("decode.batching.engine.StepTimeFit", Fixed)
+    patch.setattr("decode.batching.shapes.VERIFIED_ROWS", 6)
+    patch.setattr("decode.batching.draft.PagedDraft.seconds", lambda self, jobs, ahead: 0.0)
 
 
 @contextmanager

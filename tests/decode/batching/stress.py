@@ -1,11 +1,12 @@
 """Random load on an engine: arrivals, lengths, cancels, shared prefixes and few pages, each text against its solo run.
 
-python -m tests.decode.batching.stress --seconds 300 --tp 2
+python -m tests.decode.batching.stress --seconds 300 --tp 2 --speculate
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import random
@@ -14,16 +15,29 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
+import pytest
 
 from decode.batching.engine import Engine
 from decode.batching.request import Request
-from tests.decode.batching.engines import CONFIG, EVERYTHING, GREEDY, alone, finished, running
+from tests.decode.batching.engines import (
+    CONFIG,
+    EVERYTHING,
+    GREEDY,
+    alone,
+    draft_of,
+    finished,
+    running,
+    speculation_pays,
+)
 from tests.decode.running import some_tokens
 
 CLIENTS = 6
 """Threads that ask, more than the engine runs at once."""
+
+PROPOSALS = 5
 
 
 def random_request(rng: random.Random) -> Request:
@@ -57,8 +71,11 @@ def client(engine: Engine, seed: int, more: Callable[[], bool], found: list[tupl
             found.append((request, finished(ticket).tokens, False))
 
 
-def stress(tp: int, more: Callable[[], bool], seed: int = 0) -> dict[str, int]:
-    """Run clients while ``more()``; raises AssertionError for a wrong text, a page or a thread that does not return."""
+def stress(tp: int, more: Callable[[], bool], seed: int = 0, *, speculate: bool = False) -> dict[str, int]:
+    """Run clients while ``more()``; raises AssertionError for a wrong text, a page or a thread that does not return.
+
+    speculate: with a draft, which is asked and copies whether it pays or not.
+    """
     threads = threading.active_count()
     found: list[tuple[Request, list[int], bool]] = []
     errors: list[BaseException] = []
@@ -69,13 +86,17 @@ def stress(tp: int, more: Callable[[], bool], seed: int = 0) -> dict[str, int]:
         except BaseException as error:
             errors.append(error)
 
-    with running(tp) as engine:
-        workers = [threading.Thread(target=guarded, args=(engine, number)) for number in range(CLIENTS)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        stats = engine.stats()
+    options: dict[str, Any] = {"draft": draft_of(tp, True), "proposals": PROPOSALS} if speculate else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if speculate:
+            speculation_pays(patch)
+        with running(tp, **options) as engine:
+            workers = [threading.Thread(target=guarded, args=(engine, number)) for number in range(CLIENTS)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            stats = engine.stats()
     if errors:
         raise errors[0]
     assert threading.active_count() <= threads + 1  # JAX may have started one of its own
@@ -91,7 +112,13 @@ def stress(tp: int, more: Callable[[], bool], seed: int = 0) -> dict[str, int]:
         "preemptions": stats.preemptions,
         "cached_tokens": stats.cached_tokens,
         "steps": stats.steps,
+        "proposed_tokens": stats.proposed_tokens,
+        "accepted_tokens": stats.accepted_tokens,
     }
+
+
+def _before(end: float) -> bool:
+    return time.monotonic() < end
 
 
 def _resident_mb() -> int:
@@ -104,15 +131,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--speculate", action="store_true", help="with a draft model")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(1, args.tp))
-    stress(args.tp, lambda: False)  # compiles, which is not to count
+    stress(args.tp, lambda: False, speculate=args.speculate)  # compiles, which is not to count
     until, round_number = time.monotonic() + args.seconds, 0
     held = []
     while time.monotonic() < until:
         end = min(until, time.monotonic() + 20)
-        counts = stress(args.tp, lambda end=end: time.monotonic() < end, round_number)  # type: ignore[misc]
+        more = functools.partial(_before, end)
+        counts = stress(args.tp, more, round_number, speculate=args.speculate)
         print({**counts, "resident_mb": _resident_mb()}, flush=True)
         round_number += 1
         gc.collect()

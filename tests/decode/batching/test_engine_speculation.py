@@ -13,14 +13,22 @@ from hypothesis import strategies as st
 
 from decode.batching.engine import Engine
 from decode.batching.request import Request
-from decode.decoder import Decoder
 from decode.sampling import SamplingParams
 from decode.speculation.draft import DraftModel
 from decode.speculation.ngram_index import NgramIndex
 from decode.speculation.proposer import SpeculationError
 from model.config import LlamaConfig
 from roofline.step_time import StepTime
-from tests.decode.batching.engines import CONFIG, EVERYTHING, OPTIONS, Fixed, decoder, finished, running
+from tests.decode.batching.engines import (
+    CONFIG,
+    EVERYTHING,
+    OPTIONS,
+    decoder,
+    draft_of,
+    finished,
+    running,
+    speculation_pays,
+)
 from tests.decode.batching.simulated import STOP, Guesser, Simulation
 from tests.decode.running import make_decoder, small_model, some_tokens
 from tests.decode.test_speculation_parts import brute_look_up
@@ -145,11 +153,9 @@ def pairs() -> list[Request]:
 
 @pytest.fixture(autouse=True)
 def always_pays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tests of engines: whether it pays here and now is not to decide what they test. One more shape is compiled."""
+    """In tests of engines: whether it pays here and now is not to decide what they test."""
     if "engine" in request.function.__name__:
-        monkeypatch.setattr("decode.batching.engine.StepTimeFit", Fixed)
-        monkeypatch.setattr("decode.batching.shapes.VERIFIED_ROWS", 6)
-        monkeypatch.setattr("decode.batching.draft.PagedDraft.seconds", lambda self, jobs, ahead: 0.0)
+        speculation_pays(monkeypatch)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -173,15 +179,6 @@ def test_an_engine_that_speculates_says_what_it_says_without(tp: int) -> None:
 
 
 @functools.cache
-def draft_of(tp: int, listed: bool, *, copies: bool = True) -> DraftModel:
-    """The target itself: always right; or with half of the vocabulary: often right, and often not."""
-    target = decoder(tp)
-    params = dict(zip(target.programs.paths, target.params, strict=True))
-    draft = Decoder(CONFIG, params, target.layout, "float32")
-    vocabulary = np.arange(1, CONFIG.vocab_size, 2).astype(np.int32) if listed else None
-    return DraftModel(draft, vocabulary, copies=copies)
-
-
 def test_an_engine_whose_draft_is_the_target_accepts_all_of_a_greedy_text() -> None:
     """So the draft's cache is whole, also where its request was preempted, came in late, or began with shared pages."""
     wanted = [Request([9] * 50, 50), Request(some_tokens(CONFIG, 40, 2), 60), Request(some_tokens(CONFIG, 70, 3), 50)]
