@@ -62,6 +62,7 @@ def speculation_pays(patch: pytest.MonkeyPatch) -> None:
     """Engines propose whatever it costs here and now. One more shape is compiled."""
     patch.setattr("decode.batching.engine.StepTimeFit", Fixed)
     patch.setattr("decode.batching.shapes.VERIFIED_ROWS", 6)
+    patch.setattr("decode.batching.speculation.TRUST", 0.0)  # nor what steps took since
     patch.setattr("decode.batching.draft.PagedDraft.seconds", lambda self, jobs, ahead: 0.0)
 
 
