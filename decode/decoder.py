@@ -371,7 +371,8 @@ def as_arrival(tokens: np.ndarray, logprobs: np.ndarray, steps: int | None = Non
     if np.isnan(logprobs[live]).any():
         row = int(np.argwhere(live & np.isnan(logprobs))[0][1])
         raise NumericsError(
-            f"the model produced NaN or infinite logits for row {row}; check the checkpoint and the dtype"
+            f"the model produced NaN or infinite logits for {prompt_at(row, tokens.shape[1])}; check the checkpoint "
+            f"and the dtype"
         )
     columns = range(tokens.shape[1])
     return Arrival(

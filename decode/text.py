@@ -78,7 +78,7 @@ class RowText:
             completion.finish_reason = "stop"
         return text
 
-    def finish(self, reason: Literal["stop", "length"]) -> str:
+    def finish(self, reason: Literal["stop", "length", "error"]) -> str:
         """The end, for ``reason`` unless a stop string is found in what is left: the last of the text."""
         text = self._stops.push(self._stream.flush())
         if not self._stops.stopped:

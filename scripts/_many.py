@@ -154,9 +154,7 @@ def run_many(
             while left:
                 place, event = events.get()
                 completion = completions[place]
-                if isinstance(event.error, NumericsError):
-                    completion.error, completion.finish_reason = str(event.error), "error"
-                elif event.error is not None:
+                if event.error is not None and not isinstance(event.error, NumericsError):
                     raise event.error
                 if event.token is not None and completion.finish_reason is None:
                     times[place] = [*times[place][:1], event.at]
@@ -164,8 +162,10 @@ def run_many(
                     if completion.finish_reason and not event.finish_reason:
                         engine.cancel(tickets[place].id)  # a stop string, which the engine knows nothing of
                 if event.finish_reason:
-                    if completion.finish_reason is None:
-                        rows[place].finish("length")
+                    if completion.finish_reason is None:  # else it ended before, at a stop string
+                        rows[place].finish("length" if event.error is None else "error")
+                        if completion.finish_reason == "error":
+                            completion.error = str(event.error)
                     left -= 1
                     bar.advance(task)
                     while shown < len(prompts) and completions[shown].finish_reason:

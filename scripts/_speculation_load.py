@@ -62,7 +62,11 @@ def measure(
         for name, draft in [(PLAIN, None), *modes.items()]:
             # Without the prefix cache: a prompt's second round would not compute it.
             options = EngineOptions(
-                max_batch=max(levels), max_len=max_len, prefix_cache=False, proposals=0 if name == PLAIN else k
+                max_batch=max(levels),
+                max_len=max_len,
+                prefix_cache=False,
+                max_queue=max(levels),
+                proposals=0 if name == PLAIN else k,
             )
             engines[name] = Engine(decoder, options, draft)
             stack.callback(engines[name].close)

@@ -155,10 +155,8 @@ def bench(args: argparse.Namespace) -> None:
     for name in proposers:
         modes.append(Mode(name, SpeculativeDecoder(decoder, make_proposer(name, decoder, args.draft_dtype), k)))
     prompts = {kind: _prompt(tokenizer, PROMPTS[kind]) for kind in kinds}
-    # One size for all: a program is compiled for the cache's.
-    longest = max(map(len, prompts.values()))
-    new_tokens = min(args.max_new_tokens, model.config.max_position_embeddings - longest)
-    max_len = longest + max(new_tokens, 1)
+    # One size for all: a program is compiled for the cache's. What is timed begins after the first token.
+    new_tokens, max_len = _lengths(args.max_new_tokens, list(prompts.values()), [model.config], least=2)
     runs = list(itertools.product(prompts.items(), range(args.rounds + 1), modes))
     for (kind, prompt), turn, mode in counted(runs, "generations"):
         _sample(mode, kind, prompt, tokenizer, new_tokens, max_len, keep=turn > 0)
@@ -182,20 +180,41 @@ def _bench_load(
         kind: [_prompt(tokenizer, f"{number}. {PROMPTS[kind]}") for number in range(1, levels[-1] + 1)]
         for kind in kinds
     }
-    longest = max(len(prompt) for own in prompts.values() for prompt in own)
-    most = decoder.config.max_position_embeddings
-    new_tokens = run["max_new_tokens"] = max(1, min(args.max_new_tokens, most - longest))
+    modes = {name: make_draft(name, decoder, args.draft_dtype) for name in proposers}
+    configs = [decoder.config, *(draft.decoder.config for draft in modes.values() if draft is not None)]
+    new_tokens, max_len = _lengths(args.max_new_tokens, list(itertools.chain(*prompts.values())), configs, least=1)
+    run["max_new_tokens"] = new_tokens
     rows = measure(
         decoder,
-        {name: make_draft(name, decoder, args.draft_dtype) for name in proposers},
+        modes,
         prompts,
         levels,
         k=run["k"],
         new_tokens=new_tokens,
-        max_len=longest + new_tokens,
+        max_len=max_len,
         rounds=args.rounds,
     )
     hand_out("\n".join([*_title(run), "", *render(rows)]), {**run, "rows": rows}, args.json)
+
+
+def _lengths(
+    asked: int, prompts: Sequence[list[int]], configs: Sequence[LlamaConfig], *, least: int
+) -> tuple[int, int]:
+    """Tokens of an answer, as many as are asked for and fit, and positions of the longest prompt with them.
+
+    Raises:
+        UsageError: fewer than ``least`` are asked for, or fit.
+    """
+    longest, most = max(map(len, prompts)), min(config.max_position_embeddings for config in configs)
+    if asked < least:
+        raise UsageError(f"--max-new-tokens is {asked}; it must be at least {least} here, as the first is not timed")
+    if most - longest < least:
+        raise UsageError(
+            f"the longest prompt has {number_of(longest, 'token')}, and there are {most} positions for it and its "
+            f"answer: choose shorter ones with --prompts, or another model"
+        )
+    new_tokens = min(asked, most - longest)
+    return new_tokens, longest + new_tokens
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:

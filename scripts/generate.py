@@ -19,7 +19,7 @@ import jax
 
 from decode.cache import check_fits
 from decode.compile_cache import CompileCache
-from decode.decoder import Decoder, PromptError
+from decode.decoder import Decoder, NumericsError, PromptError
 from decode.sampling import SamplingParams
 from decode.speculation.decoder import SpeculativeDecoder
 from decode.text import Completion, TextGeneration
@@ -218,7 +218,13 @@ def generate(args: argparse.Namespace) -> None:
             stop=args.stop,
             continuation=[prompt.continues for prompt in own],
         )
-        screen.show(own, generation)
+        try:
+            screen.show(own, generation)
+        except NumericsError as error:  # which counts the prompts of this group
+            if len(own) == len(prompts):
+                raise
+            ends = dict.fromkeys(prompt_at(row, len(prompts)) for row in (at, at + len(own) - 1))
+            raise NumericsError(f"{' to '.join(ends)}: {error}") from None
         groups.append(Group(own, generation.completions, generation.timing))
     # Once more: what else runs on the machine comes and goes, and a limit is what the machine can do.
     limit = Bandwidth.of([*limit.samples, *measure_read_bandwidth(layout.mesh).samples], limit.devices)
@@ -352,7 +358,8 @@ class _Screen:
         self._print_whole(prompt, completion)
 
     def _print_whole(self, prompt: Prompt, completion: Completion) -> None:
-        self._print(f"{completion.text}\n" if self.bare else f"### {prompt.text}\n{completion.text}\n\n")
+        failed = "" if completion.error is None else f"error: {completion.error}\n"
+        self._print(f"{completion.text}\n" if self.bare else f"### {prompt.text}\n{completion.text}\n{failed}\n")
 
     def _print(self, text: str) -> None:
         if self.out is not None:

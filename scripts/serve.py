@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -293,7 +294,8 @@ def _port(text: str) -> int:
 
 def _say(args: argparse.Namespace, line: str) -> None:
     if not args.quiet:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # Ctrl-C ends ``| tee``, too, and what runs is to end well
+            print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A connection that has so long to bring a request's headers: uvicorn gives it for ever."""
+"""A connection that has so long to bring the rest of a request: uvicorn gives it for ever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def connection_type(headers_s: float) -> type[asyncio.Protocol]:
     """A protocol for ``uvicorn.Config(http=)``, which closes what brings no whole request head in ``headers_s``.
 
     The time runs from the connection's start, and on a connection that is kept from the first byte of the next head;
-    between two requests uvicorn's own keep-alive time holds.
+    between two requests uvicorn's own keep-alive time holds. A body that was answered before its end has the same time
+    from that answer on: nobody reads it, so nobody else would miss the rest.
     """
 
     class Connection(H11Protocol):
@@ -40,15 +41,25 @@ def connection_type(headers_s: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _look(self) -> None:
-            begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-            if not begun:
+            idle = self.conn.their_state is h11.IDLE
+            begun = idle and bool(self.conn.trailing_data[0])
+            if not begun and not self._is_answered_unread():
                 self._forget()
+                if idle and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+                    # The end of such a body: uvicorn set this time at the answer, and dropped it as more came.
+                    self.timeout_keep_alive_task = self.loop.call_later(
+                        self.timeout_keep_alive, self.timeout_keep_alive_handler
+                    )
             elif self._deadline is None:
                 self._deadline = self.loop.call_later(headers_s, self._late)
 
+        def _is_answered_unread(self) -> bool:
+            return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
         def _late(self) -> None:
             if not self.transport.is_closing():
-                self.transport.write(LATE)
+                if not self._is_answered_unread():
+                    self.transport.write(LATE)
                 self.transport.close()
 
         def _forget(self) -> None:

@@ -17,8 +17,9 @@ class Limits:
     body_bytes: of a request's body.
     choices: sequences that one request makes, prompts times ``n``.
     requests: generation requests open at once; above it, 429.
-    headers_s, body_s, prompt_s, send_s: seconds for a request's head to arrive, for its body, for a template and the
-        tokenizer to run, and for a reader to take a part of an answer.
+    headers_s, body_s, prompt_s, send_s: seconds for a request's head to arrive (and what is left of a body that was
+        answered unread), for its body, for a template and the tokenizer to run, and for a reader to take a part of an
+        answer.
     """
 
     body_bytes: int = 4 << 20

@@ -2,8 +2,8 @@
 
 The draft's keys and values of a position lie in the page, and the slot of it, that the target's lie in, so both use one
 block table and a page that requests share serves both. What the draft has not computed yet, because a request did not
-speculate, is filled in when it first does. Nothing that the draft computes can change a text: a wrong cache would only
-be a worse guess.
+speculate or copied, is filled in when it is asked. Nothing that the draft computes can change a text: a wrong cache
+would only be a worse guess.
 
 Proposals are the draft's likeliest tokens, also of requests that sample: see ``decode.batching.speculation``.
 """

@@ -64,7 +64,8 @@ class Engine:
 
     Args:
         decoder: a loaded model on its mesh, with ``layout.data`` 1.
-        draft: what proposes tokens, on the same layout; None: what followed the same tokens before.
+        draft: what proposes tokens, on the same layout, beside what followed the same tokens before (unless its
+            ``copies`` is False); None: the latter alone.
 
     Raises:
         RequestError: options that contradict each other or the model.

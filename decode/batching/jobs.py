@@ -16,6 +16,7 @@ class Guess:
     index: where its next tokens are looked up; None where none are.
     copying, drafting: how many stand of the tokens that were looked up, and of a draft model's. pause: tokens after
         which one who lost is tried again with an open mind.
+    found: what was looked up last, whether or not it was proposed.
     passed_over: tokens that it got without proposals since the last that had some.
     drafted: positions whose keys and values the draft's cache has, where there is one.
     """
@@ -23,6 +24,7 @@ class Guess:
     index: NgramIndex | None
     copying: RowEstimate = field(default_factory=lambda: RowEstimate.of(PRIOR))
     drafting: RowEstimate = field(default_factory=lambda: RowEstimate.of(DRAFT_PRIOR))
+    found: list[int] = field(default_factory=list)
     pause: int = PAUSE
     passed_over: int = 0
     drafted: int = 0

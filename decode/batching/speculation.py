@@ -177,6 +177,11 @@ class Speculation:
         (job.guess.drafting if asked else job.guess.copying).update(proposed, accepted)
         if not asked:
             return
+        # Copies would have been judged by the same tokens: else a request that lost by them once would copy no more.
+        told = job.tokens[len(job.tokens) - 1 - accepted :]
+        if looked := min(len(job.guess.found), len(told)):
+            same = [a == b for a, b in zip(job.guess.found, told, strict=False)]
+            job.guess.copying.update(looked, [*same, False].index(False))
         # The draft ran over the newest token and all its proposals but the last.
         job.guess.drafted = job.length - 1 - accepted + min(accepted, proposed - 1)
 
@@ -205,6 +210,7 @@ class Speculation:
         if guess.index is not None:
             guess.index.follow(job.tokens)
             found = guess.index.propose(most)
+        guess.found = found
         if self._draft_s is None or (found and guess.copying.acceptance >= guess.drafting.acceptance):
             return found
         return list(range(-2, -2 - most, -1))

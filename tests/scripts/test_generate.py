@@ -479,11 +479,18 @@ def test_a_poisoned_prompt_among_many_fails_alone(command: Run, tmp_path: Path) 
     save_file(weights, path)
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
     options = ["--model", folder, "--prompts-file", tmp_path / "prompts.txt", "--batch", "2", "--max-new-tokens", "3"]
-    status, _, err = command(*options, "--json", tmp_path / "found.json", "--quiet")
+    status, out, err = command(*options, "--json", tmp_path / "found.json")
     assert status == 1
+    assert f"### {texts[2]}\n\nerror: the model produced NaN" in out
     assert "error: 1 prompt failed, and all others are complete; the first is prompt 3 of 33: the" in err
     found = json.loads((tmp_path / "found.json").read_text())["completions"]
     assert (found[2]["finish_reason"], found[2]["token_ids"]) == ("error", [])
     assert "NaN" in found[2]["error"]
     for place, (one, tokens) in enumerate(zip(found, expected, strict=True)):
         assert place == 2 or (one["token_ids"], one.get("error")) == (tokens, None)
+
+    # In a group all fail, and the error says which group it was.
+    few = [option for text in texts[:3] for option in ("--prompt", text)]
+    status, _, err = command("--model", folder, *few, "--batch", "2", "--max-new-tokens", "1", "--quiet")
+    assert (status, err.split(" the model")[0]) == (1, "error: prompt 3 of 3:")
+    assert "NaN or infinite logits for the prompt; check" in err

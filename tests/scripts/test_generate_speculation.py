@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decode.batching.options import EngineOptions
 from scripts import bench_decode, bench_speculation, generate
+from scripts._cli import UsageError
 from scripts._speculation_load import Sample, _row, render
+from scripts.bench_speculation import _lengths
 from tests.model.checkpoint_files import small_config
 from tests.scripts.tiny import BOS, EOS, answer, text_of, tokens_of, write_tiny
 
@@ -112,6 +116,8 @@ def test_bench_compares_modes_under_load(
     in_process: None, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.bench_speculation.PROMPTS", {"chat": "ab ab ab"})
+    # By default a queue may be shorter than a load, and would refuse a part of it.
+    monkeypatch.setattr("scripts._speculation_load.EngineOptions", functools.partial(EngineOptions, max_queue=1))
     target = tmp_path / "bench.json"
     options = ["--model", str(tiny), "--speculate", "ngram", "--k", "1", "--rounds", "2", "--json", str(target)]
     assert bench_speculation.main([*options, "--concurrency", "2,1", "--max-new-tokens", "6"]) == 0
@@ -132,6 +138,27 @@ def test_bench_compares_modes_under_load(
         assert row["other_texts"] == 0
     assert [row["gain"] for row in rows if row["mode"] == "plain"] == [1, 1]
     assert (found["max_new_tokens"], found["k"]) == (6, 1)
+
+
+@pytest.mark.parametrize("options", [[], ["--concurrency", "1"]])
+def test_bench_refuses_prompts_without_room(
+    in_process: None,
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+) -> None:
+    monkeypatch.setattr("scripts.bench_speculation.PROMPTS", {"chat": "x" * 60})
+    assert bench_speculation.main(["--model", str(tiny), *options]) == 1
+    assert "tokens, and there are 64 positions for it and its answer: choose shorter" in capsys.readouterr().err
+
+
+def test_an_answer_is_as_long_as_the_models_allow() -> None:
+    prompts, configs = [[1] * 10, [1] * 4], [small_config(max_position_embeddings=most) for most in (64, 32)]
+    assert _lengths(99, prompts, configs, least=1) == (22, 32)
+    assert _lengths(3, prompts, configs, least=1) == (3, 13)
+    with pytest.raises(UsageError, match="--max-new-tokens is 1; it must be at least 2"):
+        _lengths(1, prompts, configs, least=2)
 
 
 def test_a_row_of_a_load_by_hand() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.serve import main
+from scripts.serve import _say, main
 from tests.scripts.several import PATIENCE_S, ROOT, free_port, session_cache
 from tests.scripts.tiny import EOS, answer, text_of, tokens_of, write_tiny
 
@@ -96,6 +98,14 @@ def test_a_server_from_start_to_end(tiny: Path) -> None:
         assert process.stderr is not None
         told = process.stderr.read()
         assert told.startswith("draining 1 request for 120 s at most; a second signal ends it") or told == "stopping\n"
+
+
+def test_a_log_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a drain would be cut off by what is said of it: see ``_serve``."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.FileIO(write, "w"), write_through=True))
+    _say(argparse.Namespace(quiet=False), "draining")
 
 
 def test_a_signal_while_it_compiles(tiny: Path) -> None:

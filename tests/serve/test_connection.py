@@ -15,6 +15,7 @@ from serve.connection import LATE, connection_type
 HEADERS_S, KEEP_ALIVE_S = 30.0, 75
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 HALF = b"GET / HTTP/1.1\r\nHos"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
 
 
 class Wire(asyncio.Transport):
@@ -125,6 +126,38 @@ def test_a_head_that_begins_before_the_answer_has_ended() -> None:
         answer.set()
         await settle()
         assert HEADERS_S in case.waits()
+
+    run(steps)
+
+
+def test_the_rest_of_a_body_that_was_answered_unread() -> None:
+    async def steps(case: Case, answer: asyncio.Event) -> None:
+        answer.set()
+        case.end.data_received(POST)
+        await settle()
+        for _ in range(2):
+            case.end.data_received(b"a")
+            assert HEADERS_S in case.waits()
+        assert len([timer for timer in case.timers if timer.seconds == HEADERS_S]) == 2  # its head's, and this one
+        case.expire()
+        assert case.wire.closed
+        assert case.wire.sent.count(b"HTTP/1.1 ") == 1  # it has its answer
+
+    run(steps)
+
+
+def test_idle_after_a_body_that_was_answered_unread() -> None:
+    async def steps(case: Case, answer: asyncio.Event) -> None:
+        answer.set()
+        case.end.data_received(POST)
+        await settle()
+        case.end.data_received(b"abcd")
+        assert case.waits() == [KEEP_ALIVE_S]
+        case.end.data_received(HALF)
+        assert case.waits() == [HEADERS_S]
+        case.end.data_received(WHOLE[len(HALF) :])
+        await settle()
+        assert case.wire.sent.count(b"HTTP/1.1 204") == 2
 
     run(steps)
 

@@ -104,6 +104,30 @@ def test_a_draft_is_asked_only_where_its_request_does_not_copy() -> None:
         assert all((piece.proposal < 0) == (piece.job in plan.asked) for piece in guesses)
 
 
+def test_copies_that_lost_are_tried_again_once_they_would_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is right in half of the places and goes on being asked; what is looked up is right in all of them."""
+
+    def propose(self: Guesser, k: int) -> list[int]:
+        at = len(self.tokens)
+        right = self.simulation.whole(self.tokens)[at : at + k]
+        looks_up = job is not None and job.guess is not None and job.guess.index is self
+        return [token if looks_up or place % 2 else 1000 for place, token in enumerate(right, at)]
+
+    monkeypatch.setattr(Guesser, "propose", propose)
+    simulation = Simulation(CHEAP, jitter=0.0, max_batch=1, proposals=2, draft=True)
+    _, job = simulation.submit(Request([3] * 8, 100, stop_token_ids=(STOP,)), 100, 0.0)
+    assert job is not None
+    simulation.turn()
+    assert job.guess is not None
+    job.guess.copying.stood = 0.0
+    job.guess.drafting.stood = 0.5 * job.guess.drafting.tried
+    while simulation.turn():
+        pass
+    assert simulation.outcomes[0].tokens == simulation.outcomes[0].expected
+    copied = [job not in plan.asked for plan in simulation.plans if plan.proposals]
+    assert (copied[0], copied[-1]) == (False, True)
+
+
 def test_proposals_preempt_nobody() -> None:
     """Pages for the text alone, to the last: whoever speculates finds none left for it, and all end without loss."""
     simulation = simulated(CHEAP, 2, length=24, max_batch=2, pages=16, page_size=4, proposals=15)
