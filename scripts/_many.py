@@ -61,8 +61,9 @@ class ManyRun:
         """Raises NumericsError for the prompts whose completion is an error."""
         failed = [place for place, one in enumerate(self.completions) if one.error is not None]
         if failed:
+            rest = ", and all others are complete" if len(failed) < len(self.completions) else ""
             raise NumericsError(
-                f"{number_of(len(failed), 'prompt')} failed, and all others are complete; the first is "
+                f"{number_of(len(failed), 'prompt')} failed{rest}; the first is "
                 f"{prompt_at(failed[0], len(self.completions))}: {self.completions[failed[0]].error}"
             )
 

@@ -237,6 +237,8 @@ def _sample(
         mode.tallies[kind] = speculative.tally
         mode.costs[kind] = speculative.costs(1, max_len)
     taken = generation.timing.dispatches
+    if not taken:
+        raise UsageError(f"the answer to the {kind} prompt ends with its first token, and no later one can be timed")
     rate = sum(tokens for *_, tokens in taken) / sum(seconds for _, seconds, _ in taken)
     if keep:
         mode.rates.setdefault(kind, []).append(rate)

@@ -58,7 +58,8 @@ def connection_type(headers_s: float) -> type[asyncio.Protocol]:
 
         def _late(self) -> None:
             if not self.transport.is_closing():
-                if not self._is_answered_unread():
+                # What has sent nothing gets nothing: browsers and proxies open connections ahead of their requests.
+                if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
                     self.transport.write(LATE)
                 self.transport.close()
 

@@ -119,6 +119,14 @@ def test_again_from_the_first_byte_of_the_next_head() -> None:
     run(steps)
 
 
+def test_what_sent_nothing_gets_nothing() -> None:
+    async def steps(case: Case, answer: asyncio.Event) -> None:
+        case.expire()
+        assert (case.wire.closed, case.wire.sent) == (True, b"")
+
+    run(steps)
+
+
 def test_a_head_that_begins_before_the_answer_has_ended() -> None:
     async def steps(case: Case, answer: asyncio.Event) -> None:
         case.end.data_received(WHOLE + HALF)
