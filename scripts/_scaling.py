@@ -15,7 +15,7 @@ from roofline.collectives import Interconnect, Measured, SumForm
 from roofline.efficiency import Efficiency
 from roofline.fit import Measurement, fit
 from roofline.latency import MeasuredTerms, Verdict, judge, tpot
-from scripts._table import framed
+from scripts._table import framed, ranged
 from sharding.collectives import KERNEL_FORMS, CollectiveForm
 
 GOOD_ERROR = 0.15
@@ -268,7 +268,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         predicted = f"{row['predicted_ms']:.2f} ({row['predicted_error']:+.0%})"
     return [
         label,
-        f"{row['measured_ms']:.2f} ({min(row['samples_ms']):.2f} to {max(row['samples_ms']):.2f})",
+        ranged(row["measured_ms"], row["samples_ms"], 2),
         f"{row['ideal_ms']:.2f}",
         *(f"{terms[name]:.2f}" for name in ("weights", "kv", "collectives", "rest")),
         f"{row['collectives_ms_alone']:.2f}",

@@ -16,7 +16,7 @@ from decode.batching.request import Request
 from decode.decoder import Decoder
 from decode.speculation.draft import DraftModel
 from scripts._progress import counted
-from scripts._table import framed
+from scripts._table import framed, ranged
 
 PLAIN = "plain"
 
@@ -117,12 +117,11 @@ def render(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    samples = row["samples_tokens_per_s"]
     cells = [
         row["prompt"],
         str(row["concurrency"]),
         row["mode"],
-        f"{row['tokens_per_s']:.1f} ({min(samples):.1f} to {max(samples):.1f})",
+        ranged(row["tokens_per_s"], row["samples_tokens_per_s"], 1),
         f"{row['gain']:.2f}",
     ]
     if row["mode"] == PLAIN:

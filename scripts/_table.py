@@ -12,3 +12,8 @@ def framed(rows: Sequence[Sequence[str]]) -> list[str]:
         "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     return [head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines]
+
+
+def ranged(median: float, samples: Sequence[float], digits: int) -> str:
+    """ "20.1 (19.8 to 20.6)": a median and the range of its samples."""
+    return f"{median:.{digits}f} ({min(samples):.{digits}f} to {max(samples):.{digits}f})"

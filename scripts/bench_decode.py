@@ -58,7 +58,7 @@ from scripts._cli import (
 from scripts._progress import counted
 from scripts._report import step_bytes, step_facts
 from scripts._speculation import add_speculation_options, check_speculation_options
-from scripts._table import framed
+from scripts._table import framed, ranged
 from scripts._transformers import TransformersChain, check_transformers
 from sharding.bandwidth import Bandwidth, ReadProbe
 from sharding.collective_chain import Meeting
@@ -389,7 +389,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["name"],
         row["dtype"],
         str(row["tp"]),
-        f"{row['tpot_ms']:.2f} ({min(row['samples_ms']):.2f} to {max(row['samples_ms']):.2f})",
+        ranged(row["tpot_ms"], row["samples_ms"], 2),
         f"{row['tokens_per_s']:.1f}",
     ]
     if "terms_ms" not in row:

@@ -43,7 +43,7 @@ from scripts._cli import (
 )
 from scripts._llama_cpp import LlamaCppChain, check_llama_cpp, quantized_file
 from scripts._report import step_bytes
-from scripts._table import framed
+from scripts._table import framed, ranged
 from scripts._transformers import TransformersChain, check_transformers
 from scripts.bench_decode import Chain, check_room, take_turns
 from sharding.bandwidth import Bandwidth, ReadProbe
@@ -213,13 +213,12 @@ def table(run: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
     )
     cells = [HEAD]
     for row in results:
-        times = row["samples_ms"]
         cells.append(
             [
                 row["name"],
                 row["weights"],
                 f"{row['weight_bytes'] / 1e6:.0f}",
-                f"{row['tpot_ms']:.2f} ({min(times):.2f} to {max(times):.2f})",
+                ranged(row["tpot_ms"], row["samples_ms"], 2),
                 f"{row['tokens_per_s']:.1f}",
                 f"{row['achieved_gb_per_s']:.1f}",
                 f"{row['limit_fraction']:.0%}",

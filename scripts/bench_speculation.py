@@ -56,7 +56,7 @@ from scripts._speculation import (
 )
 from scripts._speculation_load import PLAIN, measure, render
 from scripts._speculation_prompts import PROMPTS
-from scripts._table import framed
+from scripts._table import framed, ranged
 from sharding.layout import Layout
 from sharding.mesh import make_mesh
 from sharding.self_check import check_mesh
@@ -308,11 +308,10 @@ def _title(run: Mapping[str, Any]) -> list[str]:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    samples = row["samples_tokens_per_s"]
     cells = [
         row["prompt"],
         row["mode"],
-        f"{row['tokens_per_s']:.1f} ({min(samples):.1f} to {max(samples):.1f})",
+        ranged(row["tokens_per_s"], row["samples_tokens_per_s"], 1),
         f"{row['gain']:.2f}",
     ]
     if "predicted" not in row:

@@ -41,10 +41,9 @@ def connection_type(headers_s: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _look(self) -> None:
-            idle = self.conn.their_state is h11.IDLE
-            begun = idle and bool(self.conn.trailing_data[0])
-            if not begun and not self._is_answered_unread():
+            if not self._has_begun() and not self._is_answered_unread():
                 self._forget()
+                idle = self.conn.their_state is h11.IDLE
                 if idle and self.timeout_keep_alive_task is None and not self.transport.is_closing():
                     # The end of such a body: uvicorn set this time at the answer, and dropped it as more came.
                     self.timeout_keep_alive_task = self.loop.call_later(
@@ -53,13 +52,16 @@ def connection_type(headers_s: float) -> type[asyncio.Protocol]:
             elif self._deadline is None:
                 self._deadline = self.loop.call_later(headers_s, self._late)
 
+        def _has_begun(self) -> bool:
+            return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
         def _is_answered_unread(self) -> bool:
             return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
         def _late(self) -> None:
             if not self.transport.is_closing():
                 # What has sent nothing gets nothing: browsers and proxies open connections ahead of their requests.
-                if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+                if self._has_begun():
                     self.transport.write(LATE)
                 self.transport.close()
 

@@ -18,7 +18,7 @@ from decode.batching.paged_cache import TILE
 from decode.batching.pages import PagePool
 from decode.batching.request import Event, FinishReason
 from decode.batching.shapes import Shapes
-from decode.batching.speculation import Speculation, drafted
+from decode.batching.speculation import Speculation, asks_draft
 from decode.batching.targets import Targets
 from decode.decoder import NumericsError
 
@@ -97,7 +97,7 @@ class Scheduler(Batch):
         self.counts["decode_steps"] += not pieces
         self._on_their_way += 1
         self._in_doubt = bool(proposals)
-        asked = tuple(job for job, tokens in proposals.items() if drafted(tokens))
+        asked = tuple(job for job, tokens in proposals.items() if asks_draft(tokens))
         return Plan(rows, pieces, sampled, R, C, context, proposals, asked, fills)
 
     def complete(
@@ -220,14 +220,14 @@ class Scheduler(Batch):
         assert self.speculation is not None, "it is asked"
         found, fills, room = {}, [], self.shapes.prompt[-1]
         for job, tokens in self.speculation.choose(jobs, base, prompt_tokens, context).items():
-            asks = drafted(tokens)
-            fill = self.speculation.fill(job, room) if asks else None
-            if fill is not None:
-                self.holdings.drafted.grew(job, fill.start)
-                fills.append(fill)
-                room -= -(-fill.count // TILE) * TILE
-            if asks and self.speculation.behind(job):
-                continue
+            if asks_draft(tokens):
+                fill = self.speculation.fill(job, room)
+                if fill is not None:
+                    self.holdings.drafted.grew(job, fill.start)
+                    fills.append(fill)
+                    room -= -(-fill.count // TILE) * TILE
+                if self.speculation.behind(job):
+                    continue
             if not self.holdings.grow(job, job.length + len(tokens)):
                 tokens = tokens[: len(job.pages) * self.page_size - job.length]
             if tokens:

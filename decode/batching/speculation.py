@@ -106,7 +106,7 @@ class Speculation:
         ranked: list[tuple[float, int, Job]] = []
         for job, tokens in offers.items():
             assert job.guess is not None, "it made an offer"
-            stands, worth = (job.guess.drafting if drafted(tokens) else job.guess.copying).acceptance, 1.0
+            stands, worth = (job.guess.drafting if asks_draft(tokens) else job.guess.copying).acceptance, 1.0
             for place in range(len(tokens)):
                 worth *= stands
                 ranked.append((worth, job.length + place, job))
@@ -123,7 +123,7 @@ class Speculation:
                 continue
             seconds = self._seconds(size, C, reads[count])
             if self._draft_s is not None:
-                each = Counter(job for _, _, job in ranked[:count] if drafted(offers[job]))
+                each = Counter(job for _, _, job in ranked[:count] if asks_draft(offers[job]))
                 seconds += self._draft_s(len(each), max(each.values())) if each else 0.0
             if self.limit_s is not None and seconds > self.limit_s:
                 break
@@ -188,17 +188,18 @@ class Speculation:
     def fill(self, job: Job, room: int) -> Piece | None:
         """What the draft has to compute before it can propose for a job: all but the two newest positions, as far as
         ``room`` tokens go. Counts as done."""
-        assert job.guess is not None
+        assert job.guess is not None, "the draft is to propose for it"
         start = job.guess.drafted
         count = min(job.length - 2 - start, room)
-        if self._draft_s is None or count <= 0:
+        if count <= 0:
             return None
         job.guess.drafted += count
         return Piece(job, start, count)
 
     def behind(self, job: Job) -> bool:
-        """Whether a draft model still lacks positions of a job."""
-        return self._draft_s is not None and job.guess is not None and job.guess.drafted < job.length - 2
+        """Whether the draft still lacks positions of a job that it is to propose for."""
+        assert job.guess is not None, "the draft is to propose for it"
+        return job.guess.drafted < job.length - 2
 
     def _offer(self, job: Job) -> list[int]:
         """What a job could be given, from the tokens that the host knows: no more than it may still generate."""
@@ -216,6 +217,6 @@ class Speculation:
         return list(range(-2, -2 - most, -1))
 
 
-def drafted(proposals: Sequence[int]) -> bool:
+def asks_draft(proposals: Sequence[int]) -> bool:
     """Whether these stand for tokens that a draft model has yet to make."""
     return proposals[0] < 0

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from model.checkpoint.resolve import open_model
 from scripts import convert_checkpoint, generate
@@ -26,7 +25,7 @@ from tests.decode.running import make_decoder, run, small_tensors
 from tests.model.checkpoint_files import write_gguf, write_hf
 from tests.model.tokenizer_files import byte_level_metadata
 from tests.scripts.several import session_cache
-from tests.scripts.tiny import BOS, CONFIG, EOS, answer, text_of, tokens_of, write_tiny
+from tests.scripts.tiny import BOS, CONFIG, EOS, answer, poison, text_of, tokens_of, write_tiny
 
 ROOT = Path(generate.__file__).parents[1]
 PROMPT = "Once upon"
@@ -473,10 +472,7 @@ def test_a_poisoned_prompt_among_many_fails_alone(command: Run, tmp_path: Path) 
     folder = write_tiny(tmp_path / "model")
     texts = ["~ is a number" if number == 2 else f"{number} is a number" for number in range(generate.GROUPED + 1)]
     expected = [answer(folder, tokens_of(text), 3) for text in texts]
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    weights["model.embed_tokens.weight"][tokens_of("~", bos=False)] = np.nan
-    save_file(weights, path)
+    poison(folder, "~")
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
     options = ["--model", folder, "--prompts-file", tmp_path / "prompts.txt", "--batch", "2", "--max-new-tokens", "3"]
     status, out, err = command(*options, "--json", tmp_path / "found.json")

@@ -6,6 +6,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
 from decode.sampling import SamplingParams
 from model.checkpoint.resolve import open_model
 from model.config import LlamaConfig
@@ -30,6 +33,14 @@ def write_tiny(folder: Path, config: LlamaConfig = CONFIG, *, chat: bool = True,
     save_folder(folder, **files, **({"chat_template": TEMPLATE} if chat else {}))
     (folder / "config.json").write_bytes(config_json)
     return folder
+
+
+def poison(folder: Path, character: str) -> None:
+    """Make the embedding of one of a ``write_tiny`` folder's tokens NaN."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][tokens_of(character, bos=False)] = np.nan
+    save_file(weights, path)
 
 
 def tokens_of(text: str, *, bos: bool = True) -> list[int]:

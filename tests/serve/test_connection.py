@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,12 +77,21 @@ class Case:
         next(timer for timer in self.timers if not timer.cancelled and timer.seconds == HEADERS_S).call()
 
 
-def run(steps: Callable[[Case, asyncio.Event], Any]) -> None:
+Steps = Callable[[Case, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+def on_a_loop(steps: Steps) -> Callable[[], None]:
+    """A test of these steps, with a connection and what lets its answers be made."""
+
     async def main() -> None:
         answer = asyncio.Event()
         await steps(Case(answer), answer)
 
-    asyncio.run(main())
+    def test() -> None:
+        asyncio.run(main())
+
+    test.__doc__ = steps.__doc__
+    return test
 
 
 async def settle() -> None:
@@ -90,92 +99,78 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_from_its_start_until_the_head_is_whole() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        assert case.waits() == [HEADERS_S]
-        case.end.data_received(WHOLE[:-2])
-        assert case.waits() == [HEADERS_S]  # the same: bytes one by one do not prolong it
-        assert len(case.timers) == 1
-        case.end.data_received(WHOLE[-2:])
-        assert case.waits() == []  # an answer may take as long as it takes
-        answer.set()
-        await settle()
-        assert case.wire.sent.startswith(b"HTTP/1.1 204")
-        assert case.waits() == [KEEP_ALIVE_S]
-
-    run(steps)
+@on_a_loop
+async def test_from_its_start_until_the_head_is_whole(case: Case, answer: asyncio.Event) -> None:
+    assert case.waits() == [HEADERS_S]
+    case.end.data_received(WHOLE[:-2])
+    assert case.waits() == [HEADERS_S]  # the same: bytes one by one do not prolong it
+    assert len(case.timers) == 1
+    case.end.data_received(WHOLE[-2:])
+    assert case.waits() == []  # an answer may take as long as it takes
+    answer.set()
+    await settle()
+    assert case.wire.sent.startswith(b"HTTP/1.1 204")
+    assert case.waits() == [KEEP_ALIVE_S]
 
 
-def test_again_from_the_first_byte_of_the_next_head() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        answer.set()
-        case.end.data_received(WHOLE)
-        await settle()
-        case.end.data_received(HALF)
-        assert case.waits() == [HEADERS_S]
-        case.expire()
-        assert (case.wire.closed, case.wire.sent.endswith(LATE)) == (True, True)
-
-    run(steps)
+@on_a_loop
+async def test_again_from_the_first_byte_of_the_next_head(case: Case, answer: asyncio.Event) -> None:
+    answer.set()
+    case.end.data_received(WHOLE)
+    await settle()
+    case.end.data_received(HALF)
+    assert case.waits() == [HEADERS_S]
+    case.expire()
+    assert (case.wire.closed, case.wire.sent.endswith(LATE)) == (True, True)
 
 
-def test_what_sent_nothing_gets_nothing() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        case.expire()
-        assert (case.wire.closed, case.wire.sent) == (True, b"")
-
-    run(steps)
+@on_a_loop
+async def test_what_sent_nothing_gets_nothing(case: Case, answer: asyncio.Event) -> None:
+    case.expire()
+    assert (case.wire.closed, case.wire.sent) == (True, b"")
 
 
-def test_a_head_that_begins_before_the_answer_has_ended() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        case.end.data_received(WHOLE + HALF)
-        assert case.waits() == []
-        answer.set()
-        await settle()
+@on_a_loop
+async def test_a_head_that_begins_before_the_answer_has_ended(case: Case, answer: asyncio.Event) -> None:
+    case.end.data_received(WHOLE + HALF)
+    assert case.waits() == []
+    answer.set()
+    await settle()
+    assert HEADERS_S in case.waits()
+
+
+@on_a_loop
+async def test_the_rest_of_a_body_that_was_answered_unread(case: Case, answer: asyncio.Event) -> None:
+    answer.set()
+    case.end.data_received(POST)
+    await settle()
+    for _ in range(2):
+        case.end.data_received(b"a")
         assert HEADERS_S in case.waits()
-
-    run(steps)
-
-
-def test_the_rest_of_a_body_that_was_answered_unread() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        answer.set()
-        case.end.data_received(POST)
-        await settle()
-        for _ in range(2):
-            case.end.data_received(b"a")
-            assert HEADERS_S in case.waits()
-        assert len([timer for timer in case.timers if timer.seconds == HEADERS_S]) == 2  # its head's, and this one
-        case.expire()
-        assert case.wire.closed
-        assert case.wire.sent.count(b"HTTP/1.1 ") == 1  # it has its answer
-
-    run(steps)
+    assert len([timer for timer in case.timers if timer.seconds == HEADERS_S]) == 2  # its head's, and this one
+    case.expire()
+    assert case.wire.closed
+    assert case.wire.sent.count(b"HTTP/1.1 ") == 1  # it has its answer
 
 
-def test_idle_after_a_body_that_was_answered_unread() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        answer.set()
-        case.end.data_received(POST)
-        await settle()
-        case.end.data_received(b"abcd")
-        assert case.waits() == [KEEP_ALIVE_S]
-        case.end.data_received(HALF)
-        assert case.waits() == [HEADERS_S]
-        case.end.data_received(WHOLE[len(HALF) :])
-        await settle()
-        assert case.wire.sent.count(b"HTTP/1.1 204") == 2
-
-    run(steps)
+@on_a_loop
+async def test_idle_after_a_body_that_was_answered_unread(case: Case, answer: asyncio.Event) -> None:
+    answer.set()
+    case.end.data_received(POST)
+    await settle()
+    case.end.data_received(b"abcd")
+    assert case.waits() == [KEEP_ALIVE_S]
+    case.end.data_received(HALF)
+    assert case.waits() == [HEADERS_S]
+    case.end.data_received(WHOLE[len(HALF) :])
+    await settle()
+    assert case.wire.sent.count(b"HTTP/1.1 204") == 2
 
 
-def test_what_was_closed_is_left_alone() -> None:
-    async def steps(case: Case, answer: asyncio.Event) -> None:
-        case.wire.close()
-        case.expire()
-        assert case.wire.sent == b""
-        case.end.connection_lost(None)
-        assert case.waits() == []
-
-    run(steps)
+@on_a_loop
+async def test_what_was_closed_is_left_alone(case: Case, answer: asyncio.Event) -> None:
+    case.wire.close()
+    case.expire()
+    assert case.wire.sent == b""
+    case.end.connection_lost(None)
+    assert case.waits() == []

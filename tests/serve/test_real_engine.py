@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 
@@ -17,9 +16,8 @@ from decode.batching.options import EngineOptions
 from model.checkpoint.resolve import open_model
 from scripts import bench_serving
 from tests.decode.batching.engines import Fixed
-from tests.decode.running import make_decoder, small_tensors
-from tests.model.checkpoint_files import write_hf
-from tests.scripts.tiny import BYTES, CONFIG, EOS, answer, text_of, tokens_of, write_tiny
+from tests.decode.running import make_decoder
+from tests.scripts.tiny import BYTES, EOS, answer, poison, text_of, tokens_of, write_tiny
 from tests.serve.live import NAME, PATIENCE_S, Live, eventually, live_server
 
 POISON = "~"
@@ -30,12 +28,7 @@ NEW = 12
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with one token whose embedding is not a number."""
     found = write_tiny(tmp_path_factory.mktemp("tiny") / "model")
-    files = {path.name: path.read_bytes() for path in found.iterdir() if path.suffix != ".safetensors"}
-    tensors = {name: value.copy() for name, value in small_tensors(CONFIG).items()}
-    tensors["model.embed_tokens.weight"][tokens_of(POISON, bos=False)] = np.nan
-    write_hf(found, CONFIG, tensors)
-    for name, content in files.items():
-        (found / name).write_bytes(content)
+    poison(found, POISON)
     return found
 
 
